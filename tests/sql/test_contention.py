@@ -372,9 +372,9 @@ def test_what_collides_to_the_end_is_retried_as_an_error_of_the_body_is(
 ):
     here = place("postgresql", "serializable")
     monkeypatch.setattr(atomic, "MAX_REPEATS", 0)
-    ours = {"base": IdempotentTask, "shared": False, "name": "book", "idempotency_atomic": True}
+    ours: Any = {"base": IdempotentTask, "shared": False, "name": "book", **options}
 
-    @an_app(here.store).task(**ours, idempotency_key="name", **options)
+    @an_app(here.store).task(**ours, idempotency_key="name", idempotency_atomic=True)
     def book(name: str) -> None:
         here.runs += 1
         here.seats(here.alias)
