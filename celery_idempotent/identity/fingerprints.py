@@ -2,10 +2,10 @@
 
 A publisher has Python objects, a worker has what JSON made of them. Both must come to one form::
 
-    charge((1, 2))         the publisher          [0x1,0x2]
-    charge([1, 2])         the worker, by JSON    [0x1,0x2]     the same
-    charge([1, 2.0])       another call           [0x1,2.0]     JSON keeps int and float apart, so it is another one
-    charge({"b": 1, "a": None})                   {"a":None,"b":0x1}    keys are sorted
+    charge((1, 2))         the publisher          [1,2]
+    charge([1, 2])         the worker, by JSON    [1,2]     the same
+    charge([1, 2.0])       another call           [1,2.0]   JSON keeps int and float apart, so it is another one
+    charge({"b": 1, "a": None})                   {"a":null,"b":1}    keys are sorted
 
 ``repr`` of an object is never part of it: that may have an address, which differs from process to process. A value of a
 type that neither kombu's JSON nor pickle carries in a known way has no form (:class:`NoFormError`).
@@ -17,9 +17,10 @@ import dataclasses
 import enum
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import repeat
+from itertools import accumulate, repeat
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from kombu.utils.json import JSONEncoder
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import FINGERPRINT_BYTES
 
-#: A value that is nested deeper has no form: forms are written by recursion, below the frames of the caller.
+#: An argument that is nested deeper has no form: forms are written by recursion, below the frames of the caller.
 MAX_DEPTH: Final = 200
 
 #: Writes a text as JSON does, in ASCII.
@@ -36,27 +37,26 @@ quote = encode_basestring_ascii
 
 _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
+#: Writes the form of most values, in C. It sorts keys as they are: 9 before 10, which are texts behind the broker.
+_encode = json.JSONEncoder(
+    check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
+).encode
+#: A key that may have been no text.
+_CONVERTED_KEY = re.compile(r'"(?:-?[0-9][^"]*|-?Infinity|NaN|true|false|null)":')
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_STEPS = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
+_NO_BRACKETS = bytes({*range(128)} - _STEPS.keys())
+
 
 class NoFormError(Exception):
     """Why a value has no canonical form, as the end of a sentence."""
 
 
-class Written(str):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
     """A form that is written already: as a part of a value it goes in as it is."""
 
-    __slots__ = ()
-
-
-#: Values without parts, by their exact type. Numbers in hex: CPython refuses to write ints of more than 4,300 decimal
-#: digits.
-_WRITERS: Final[dict[type, Callable[[Any], str]]] = {
-    str: quote,
-    int: hex,
-    float: float.__repr__,
-    bool: repr,
-    type(None): repr,
-    Written: str,
-}
+    form: str
 
 
 def form(value: object) -> str:
@@ -69,13 +69,54 @@ def form(value: object) -> str:
     The time grows with the size of the value alone: clients choose what is nested in what.
 
     Raises:
-        NoFormError: if it has none, or is nested deeper than :data:`MAX_DEPTH`.
+        NoFormError: if it has none, or an argument is nested deeper than :data:`MAX_DEPTH`.
     """
-    return _write(value, MAX_DEPTH)
+    # The arguments are in a mapping, which is one level.
+    try:
+        text = _encode(value)
+    except (TypeError, ValueError, RecursionError):
+        return _write(value, MAX_DEPTH + 1)
+    if _CONVERTED_KEY.search(text) or not _is_shallow(text):
+        return _write(value, MAX_DEPTH + 1)
+    return text
+
+
+def _is_shallow(text: str) -> bool:
+    """Is this JSON not nested too deep?"""
+    if text.count("{") + text.count("[") <= MAX_DEPTH:
+        return True
+    brackets = _STRING.sub("", text).encode().translate(None, _NO_BRACKETS)
+    return max(accumulate(map(_STEPS.__getitem__, brackets))) <= MAX_DEPTH + 1
+
+
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def _write_int(value: int) -> str:
+    try:
+        return int.__repr__(value)
+    except ValueError:  # CPython refuses to write ints of more than 4,300 decimal digits
+        return hex(value)
+
+
+def _write_float(value: float) -> str:
+    text = float.__repr__(value)
+    return _NOT_FINITE.get(text, text)
+
+
+#: Values without parts, by their exact type.
+_WRITERS: Final[dict[type, Callable[[Any], str]]] = {
+    str: quote,
+    int: _write_int,
+    float: _write_float,
+    bool: lambda value: "true" if value else "false",
+    type(None): lambda _: "null",
+    Written: lambda written: written.form,
+}
 
 
 def _write(value: object, depth: int) -> str:
-    """Return the form of a value that may be nested as many times as ``depth`` says."""
+    """Return what :data:`_encode` does, of any value that may be nested as many times as ``depth`` says."""
     writer = _WRITERS.get(type(value))
     if writer is not None:
         return writer(value)
@@ -85,8 +126,8 @@ def _write(value: object, depth: int) -> str:
     if isinstance(value, dict):
         if not value:
             return "{}"
-        forms = {quote(k) if type(k) is str else _key_form(k): v for k, v in value.items()}
-        return "{" + ",".join([f"{key}:{_write(forms[key], depth)}" for key in sorted(forms)]) + "}"
+        parts = {(k, True) if type(k) is str else _key(k): part for k, part in value.items()}
+        return "{" + ",".join([_write_part(key, parts[key], depth) for key in sorted(parts)]) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_write, value, repeat(depth))) + "]" if value else "[]"
     for plain in (str, int, float):
@@ -99,13 +140,18 @@ def _write(value: object, depth: int) -> str:
     return _write(reduced, depth)
 
 
-def _key_form(key: object) -> str:
-    """Return the form of a dict's key: JSON writes numbers and constants as strings."""
+def _write_part(key: tuple[str, bool], part: object, depth: int) -> str:
+    text, is_text = key
+    return f"{quote(text) if is_text else text}:{_write(part, depth)}"
+
+
+def _key(key: object) -> tuple[str, bool]:
+    """Return the text that JSON makes of a dict's key; ``False``: it is the form of one that JSON cannot carry."""
     if isinstance(key, str):
-        return quote(key)
+        return str.__str__(key), True
     if key is None or isinstance(key, (int, float)):
-        return quote(json.dumps(key))
-    return form(key)
+        return json.dumps(key), True
+    return form(key), False
 
 
 def _write_native(value: object, depth: int) -> str:

@@ -31,7 +31,6 @@ from celery_idempotent.identity.fingerprints import (
     default_form,
     fingerprint_of,
     form,
-    quote,
 )
 from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
@@ -221,7 +220,7 @@ class Identifier:
             scope = self._scope.read(bound)
         if key is None and bound is not None and rule is not None:
             if isinstance(rule, arguments.AllArguments):
-                every = fingerprint_of(self._all(bound, "idempotency_key")).hex()
+                every = self._digest(self._given(bound), "idempotency_key").hex()
                 return Identified(self._identity(f"*{every}", scope))
             key = rule.read(bound)
             if key is None and not isinstance(rule, arguments.CallRule):
@@ -256,50 +255,61 @@ class Identifier:
         args: _Args,
         kwargs: _Kwargs,
     ) -> bytes | None:
-        rule, what = self._fingerprint, "idempotency_fingerprint"
+        rule = self._fingerprint
         if rule is None:
             return None
+        counted: Mapping[str, object]
         if bound is None:  # never equal to the fingerprint of a call that fits the signature
-            return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
-        match rule:
-            case arguments.AllArguments():
-                return fingerprint_of(self._all(bound, what))
-            case arguments.CallRule():
-                value = rule.read(bound)
-                if value is None:
-                    return None
-                return fingerprint_of(self._one("(the result)", value, what))
-            case arguments.PathRule():
-                return fingerprint_of(self._one(rule.text, rule.read(bound), what))
-            case arguments.NamesRule(paths):
-                forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
-                return fingerprint_of(form(forms))
+            counted = {"*args, **kwargs": [[*(args or ())], kwargs]}
+        elif isinstance(rule, arguments.AllArguments):
+            counted = self._given(bound)
+        elif isinstance(rule, arguments.CallRule):
+            if (value := rule.read(bound)) is None:
+                return None
+            counted = {"(the result)": value}
+        else:
+            paths = rule.paths if isinstance(rule, arguments.NamesRule) else (rule,)
+            counted = {path.text: path.read(bound) for path in paths}
+        return self._digest(counted, "idempotency_fingerprint")
 
-    def _all(self, bound: arguments.Bound, what: str) -> str:
-        """Return the form of the arguments, without those equal to their default.
+    def _given(self, bound: arguments.Bound) -> Mapping[str, object]:
+        """Return the arguments, without those equal to their default.
 
         So it does not matter how they are passed, and a deploy may add a parameter with a default.
         """
         given, defaults = bound.given, bound.parameters.defaults
-        forms = []
-        for name in sorted(given):
-            value = given[name]
-            if name in defaults and value is defaults[name]:
-                continue
-            text = self._one(name, value, what)
-            if text != self._default_forms.get(name):
-                forms.append(f"{quote(name)}:{text}")
-        return ",".join(forms)
+        if given.keys().isdisjoint(defaults):
+            return given
+        return {name: value for name, value in given.items() if not self._is_default(name, value)}
 
-    def _one(self, name: str, value: object, what: str) -> str:
+    def _is_default(self, name: str, value: object) -> bool:
+        defaults = self.parameters.defaults
+        if name not in defaults:
+            return False
+        if value is defaults[name]:
+            return True
+        known = self._default_forms[name]
+        return known is not None and known == default_form(value)
+
+    def _digest(self, counted: Mapping[str, object], what: str) -> bytes:
         try:
-            return form(value)
-        except NoFormError as refused:
-            problem = str(refused)
-        except RecursionError:
-            problem = "it contains itself, or is nested too deeply"
+            return fingerprint_of(form(counted))
+        except (NoFormError, RecursionError):
+            pass
+        name, problem = next(filter(None, (_find_problem(*each) for each in counted.items())))
         raise InvalidKey(
             f"{what} of task {self.task_name} cannot include argument {name}: {problem}. "
             f"Set {what} to the names of the arguments that count, or to a function of them"
             + (", or to None." if what == "idempotency_fingerprint" else ".")
         )
+
+
+def _find_problem(name: str, value: object) -> tuple[str, str] | None:
+    """Return this argument, and why it has no form; ``None`` if it has one."""
+    try:
+        form([value])
+    except NoFormError as refused:
+        return name, str(refused)
+    except RecursionError:
+        return name, "it contains itself, or is nested too deeply"
+    return None

@@ -26,6 +26,7 @@ from kombu import serialization
 
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
+from celery_idempotent.identity import fingerprints
 from celery_idempotent.identity.arguments import ALL_ARGUMENTS, Parameters, compile_rule
 from celery_idempotent.identity.fingerprints import MAX_DEPTH
 from celery_idempotent.identity.identified import Identified
@@ -705,6 +706,13 @@ def test_a_fingerprint_is_the_same_on_both_sides_of_the_broker(
     assert fingerprint(*sent_args, task__=task, **sent_kwargs) == fingerprint(
         *args, task__=task, **kwargs
     )
+
+
+@given(in_json)
+@example([True, {"b": [1, -2.5], "a": "é"}, {"a!": None, "a": math.inf, "~": 0}])
+@example({"a": {}, '"}]': []})
+def test_the_writer_in_c_and_the_one_in_python_agree(value: Any):
+    assert fingerprints.form(value) == fingerprints._write(value, MAX_DEPTH)
 
 
 @pytest.mark.parametrize(
