@@ -179,19 +179,6 @@ def test_an_answer_that_asks_for_patience_is_followed_by_a_repetition(
     complaints.clear()
 
 
-def test_the_whole_server_may_be_away(open_as: OpenAs, site: Site, complaints: list[str]) -> None:
-    page = open_as("alice", "/pay/")
-    page.context.set_offline(True)
-    press(page)
-    expect(page.get_by_role("alert")).to_contain_text("Press again")
-    page.context.set_offline(False)
-    press(page)
-    expect_answer(page, 2, "202", repeated="no")
-    expect_paid(page, site)
-    assert [each for each in complaints if "ERR_INTERNET_DISCONNECTED" not in each] == []
-    complaints.clear()
-
-
 # Who pays -------------------------------------------------------------------------------------------------------------
 
 

@@ -7,19 +7,15 @@ import hmac
 import importlib
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -341,87 +337,6 @@ def demo(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The demo's directory, where its modules look for it."""
     monkeypatch.setenv("TESTPROJECT_DEMO", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture
-def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that stand in for a pool's."""
-    command = (sys.executable, "-c", "import time; time.sleep(60)")
-    started = [subprocess.Popen(command) for _ in range(2)]
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize("anywhere", [False, True])
-def test_a_run_between_its_write_and_its_record_is_killed_only_where_both_are_one_transaction(
-    demo: Path, sleepers: list[subprocess.Popen[bytes]], anywhere: bool
-) -> None:
-    from testproject.demo import whereabouts
-    from testproject.demo.chaos import Killer, Target
-    from testproject.demo.whereabouts import Step, Where
-
-    worker: Any = SimpleNamespace(check=lambda: None)
-    killer = Killer(
-        worker,
-        directory=demo,
-        broker=Any,  # type: ignore[arg-type]  # a pool process is killed without a look at it
-        chance=random.Random(1),
-        anywhere=anywhere,
-    )
-    for process, step in zip(sleepers, (Step.WRITTEN, Step.WORKING), strict=True):
-        where = Where(pid=process.pid, parent=1, step=step, kind="idempotent", delivery_id=DELIVERY)
-        whereabouts.note(demo, where)
-    assert killer.busy()
-    strike = killer.strike(Target.PROCESS)
-    assert strike is not None
-    (victim,) = strike.victims
-    between, before = sleepers
-    struck, spared = (between, before) if anywhere else (before, between)
-    assert victim.pid == struck.pid
-    assert struck.wait(10) == -signal.SIGKILL
-    import psutil
-
-    wait_for(lambda: psutil.Process(spared.pid).status() != psutil.STATUS_STOPPED, what="the other")
-    assert ("1 between" if anywhere else "1 before") in strike.story()
-
-
-def test_what_is_on_a_leash_ends_with_its_owner(demo: Path) -> None:
-    owner = (
-        "import pathlib, sys\n"
-        "from testproject.demo.processes import Child\n"
-        f"child = Child('sleeper', 'demo_sleeper', directory=pathlib.Path({str(demo)!r}), env={{}})\n"
-        "child.start()\n"
-        "sys.stdin.read()\n"
-    )
-    (demo / "demo_sleeper.py").write_text(
-        "import os, pathlib, time\n"
-        "pathlib.Path('pids').write_text(f'{os.getpid()} {os.getppid()}')\n"
-        "time.sleep(60)\n"
-    )
-    process = subprocess.Popen(
-        (sys.executable, "-c", owner), cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        pids = wait_for(lambda: _pids(demo / "pids"), timeout=30, what="the child")
-        process.send_signal(signal.SIGKILL)
-        wait_for(lambda: not any(map(_runs, pids)), what="the child and its leash to end")
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def _pids(path: Path) -> list[int]:
-    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
-
-
-def _runs(pid: int) -> bool:
-    import psutil
-
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_the_report_judges_the_ledger_by_its_rows(
