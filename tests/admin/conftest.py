@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from django.db import connections
+from django.test import Client, override_settings
+from django.test.utils import setup_databases, teardown_databases
 
-pytest.importorskip("django")
-
-from celery_idempotent.stores import Store
+from celery_idempotent.stores import Store, open_store
+from celery_idempotent.stores.memory import MemoryStore
 from tests.sql import databases
 from tests.support.admin import PERMISSIONS, make_app, make_user
 from tests.support.servers import need
-
-if TYPE_CHECKING:
-    from django.test import Client
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +33,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
         django.setup()
         state._tls.current_app = current
-        from django.db import connections
-        from django.test.utils import setup_databases, teardown_databases
 
         # In a file: the heartbeat's thread writes counters, and connections to one database in memory, which share its
         # cache, do not wait for each other ("database table is locked").
@@ -96,8 +93,6 @@ def postgresql(_postgresql: str) -> str:
 )
 def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
     """Every kind of store in turn, empty."""
-    from celery_idempotent.stores import open_store
-
     match request.param:
         case "memory":
             url = "memory://"
@@ -119,16 +114,12 @@ def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
 @pytest.fixture
 def memory(database: None) -> Store:
     """A store for tests that any store would do for."""
-    from celery_idempotent.stores.memory import MemoryStore
-
     return MemoryStore()
 
 
 @pytest.fixture
 def serve(database: None) -> Iterator[Callable[..., Any]]:
     """Let the admin show this store; gives the app."""
-    from django.test import override_settings
-
     overrides = []
 
     def serve(store: Store | str, **settings: Any) -> Any:
@@ -148,8 +139,6 @@ def log_in(database: None) -> Callable[..., Client]:
     """A function that gives the browser of somebody with these permissions, by default all of ours."""
 
     def log_in(*permissions: str, everything: bool = False) -> Client:
-        from django.test import Client
-
         client = Client(SERVER_NAME="localhost")
         user = make_user(uuid.uuid4().hex, PERMISSIONS if everything else permissions)
         client.force_login(user)

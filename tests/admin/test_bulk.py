@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
 
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, State
-from celery_idempotent.stores import Store
+from celery_idempotent.stores import Store, open_store
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
 from tests.admin.pages import LIST, fields, text
 from tests.support.admin import TASK, claim, identity, settle
 from tests.support.waiting import wait_for
-
-if TYPE_CHECKING:
-    from django.test import Client
 
 Serve = Callable[..., Any]
 BULK = f"{LIST}bulk/"
@@ -157,13 +159,15 @@ def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(
 
 
 def test_what_was_live_when_asked_is_left_alone_although_its_lease_ran_out_since(
-    memory: Store, serve: Serve, operator: Client
+    serve: Serve, operator: Client
 ) -> None:
+    clock = FakeClock()
+    memory = MemoryStore(clock)
     serve(memory)
     record = claim(memory, "a", lease_ms=1_000)
     page = ask(operator, "release")
     assert verdicts(page) == {"a": "live"}
-    wait_for(lambda: memory.stats().stale, what="the lease to run out")
+    clock.advance(1_001)
     asked = operator.post(BULK, fields(page))
     assert (asked.status_code, verdicts(asked)) == (400, {"a": "do"})
     assert memory.get(record.identity) == record
@@ -356,8 +360,6 @@ def client_without_csrf() -> Callable[[Client], Client]:
     """The same person, in a browser that is asked for the token of the form."""
 
     def strict(client: Client) -> Client:
-        from django.test import Client
-
         found = Client(SERVER_NAME="localhost", enforce_csrf_checks=True)
         found.cookies = client.cookies
         return found
@@ -381,11 +383,6 @@ def test_so_many_records_take_so_many_queries(
     serve: Serve, operator: Client, database: None
 ) -> None:
     """A page of 50: a query for each to ask, and twelve to forget it and to note it."""
-    from django.db import connection
-    from django.test.utils import CaptureQueriesContext
-
-    from celery_idempotent.stores import open_store
-
     store = open_store("django://default")
     serve(store)
     for n in range(60):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from django.core import checks
+from django.test import Client
 
 from celery_idempotent.celery import reaper
 from celery_idempotent.records import Counted
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, text
 from tests.support.admin import TASK
-
-if TYPE_CHECKING:
-    from django.test import Client
 
 Serve = Callable[..., Any]
 CHARTS = f"{LIST}charts/"
@@ -112,8 +111,6 @@ def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
 
 
 def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project: None) -> None:
-    from django.core import checks
-
     serve("redis://127.0.0.1:1/0", idempotency_sweep_interval=None)
     found = checks.run_checks(tags=["idempotency"])
     assert [each.id for each in found] == ["celery_idempotent.W003"]

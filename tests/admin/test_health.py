@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from django.test import RequestFactory
 
 from celery_idempotent.operations.health import OUTBOX_MS
 from celery_idempotent.stores import Store, open_store
@@ -16,8 +17,6 @@ Ask = Callable[..., Any]
 
 @pytest.fixture
 def ask(database: None) -> Ask:
-    from django.test import RequestFactory
-
     from celery_idempotent.django.health import health
 
     def ask(method: str = "get") -> Any:

@@ -159,16 +159,25 @@ def test_what_happens_between_look_and_write_stays(
     assert [store.get(KEY)] == after
 
 
-def test_what_was_requeued_since_it_was_seen_is_not_failed(store: Store, serve: Serve) -> None:
-    """A message is under way for it."""
+@pytest.mark.parametrize(
+    ("operation", "state", "since"),
+    [("fail", "INTERRUPTED", requeued), ("forget", "STALE", completed)],
+    ids=["requeued, a message is under way", "completed, under the same token"],
+)
+def test_what_changed_since_it_was_seen_is_left_alone(
+    store: Store,
+    serve: Serve,
+    operation: Operation,
+    state: str,
+    since: Callable[[Store, Record], None],
+) -> None:
     app = serve(store)
-    seen = bring_to(store, "INTERRUPTED")
-    queued = store.requeue(KEY, deadline_ms=60_000)
-    assert queued is not None
-    assert queued.token > seen.token
-    outcome = operate(app, KEY, OperationRequest("fail"), token=seen.token, state=seen.state)
+    seen = bring_to(store, state)
+    since(store, seen)
+    found = store.get(KEY)
+    outcome = operate(app, KEY, OperationRequest(operation), token=seen.token, state=seen.state)
     assert outcome is Outcome.CHANGED
-    assert store.get(KEY) == queued
+    assert store.get(KEY) == found
 
 
 #: Operations that a store cannot do twice: what it finds at the second time is its own work.

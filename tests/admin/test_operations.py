@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery.signals import before_task_publish
+from django.test import Client
 
 from celery_idempotent import FailedByOperator
 from celery_idempotent.errors import StoreUnavailable
@@ -16,9 +17,6 @@ from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, address, fields, text
 from tests.support.admin import TASK, claim, identity, settle
 from tests.support.waiting import wait_for
-
-if TYPE_CHECKING:
-    from django.test import Client
 
 Serve = Callable[..., Any]
 OPERATIONS = ("release", "requeue", "complete", "fail", "forget")
@@ -169,8 +167,6 @@ def test_a_live_owner_keeps_its_key_unless_it_is_forced_with_a_reason(
 def test_without_its_csrf_token_nothing_is_done(
     memory: Store, serve: Serve, operator: Client
 ) -> None:
-    from django.test import Client
-
     serve(memory)
     settle(memory, claim(memory, "a"))
     strict = Client(SERVER_NAME="localhost", enforce_csrf_checks=True)
@@ -206,8 +202,6 @@ def test_each_operation_needs_its_own_permission(
 def test_without_the_view_permission_no_page_is_shown(
     memory: Store, serve: Serve, log_in: Callable[..., Client]
 ) -> None:
-    from django.test import Client
-
     serve(memory)
     claim(memory, "a")
     pages = [LIST, f"{LIST}charts/", f"{LIST}bulk/", address("a")]

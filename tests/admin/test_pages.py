@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote as url_quote
 
 import pytest
 from celery import Celery
+from django.core import checks
+from django.test import Client, override_settings
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.operations import story_of
+from celery_idempotent.operations import finding, story_of
+from celery_idempotent.operations.finding import scope_in_words, scope_of_user
 from celery_idempotent.records import ReserveRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, keys, text
 from tests.support.admin import TASK, claim, identity, settle, value
 from tests.support.statements import statements
 from tests.support.waiting import wait_for
-
-if TYPE_CHECKING:
-    from django.test import Client
 
 Serve = Callable[..., Any]
 
@@ -242,8 +242,6 @@ def test_when_the_store_is_down_each_page_says_so(serve: Serve, operator: Client
 
 
 def test_when_no_store_is_set_the_pages_say_what_to_set(serve: Serve, operator: Client) -> None:
-    from django.test import override_settings
-
     app = Celery("storeless", set_as_current=False, broker="amqp://", backend="rpc://")
     with override_settings(CELERY_IDEMPOTENT_APP=app):
         answer = operator.get(LIST)
@@ -252,9 +250,6 @@ def test_when_no_store_is_set_the_pages_say_what_to_set(serve: Serve, operator: 
 
 
 def test_a_setting_that_names_no_app_is_said_by_the_checks() -> None:
-    from django.core import checks
-    from django.test import override_settings
-
     for wrong in ("no.such.module", "celery_idempotent.records.State", 5):
         with override_settings(CELERY_IDEMPOTENT_APP=wrong):
             found = checks.run_checks(tags=["idempotency"])
@@ -302,8 +297,6 @@ def test_a_key_is_found_as_people_write_it(
 
 
 def test_a_scope_is_written_as_it_is_typed(memory: Store, serve: Serve, operator: Client) -> None:
-    from celery_idempotent.operations.finding import scope_in_words, scope_of_user
-
     serve(memory)
     settle(memory, claim(memory, identity("a", scope=scope_of_user("user 17") or "")))
     for query in ({}, {"scope": "user 17"}):
@@ -397,7 +390,6 @@ def test_a_search_that_takes_too_long_is_gone_on_with(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django.admin import listing, site
-    from celery_idempotent.operations import finding
 
     serve(memory)
     for n in range(5):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from django.test import Client
 
+from celery_idempotent.django.http.guards import _ResponseCodec
+from celery_idempotent.django.http.options import http_options
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, address, keys, text
 from tests.support.admin import claim, settle
-
-pytest.importorskip("django")
-
-if TYPE_CHECKING:
-    from django.test import Client
 
 Serve = Callable[..., Any]
 
@@ -96,9 +94,6 @@ def test_an_answer_that_is_no_text_is_told(
 
 
 def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
-    from celery_idempotent.django.http.guards import _ResponseCodec
-    from celery_idempotent.django.http.options import http_options
-
     serve(memory)
     about = of_user("a", 17)
     error = _ResponseCodec(http_options(), "view").dump_error(FailedByOperator("given up"))
