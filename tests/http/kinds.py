@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from asgiref.sync import sync_to_async
+from django.http import JsonResponse
+from django.utils.decorators import method_decorator
+from django.views import View
 
 __all__ = ["HANDLERS", "kinds"]
 
@@ -15,9 +18,6 @@ HANDLERS = ("handler", "async-handler", "rest", "rest-function", "rest-set")
 
 def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
     """Return a view of each kind; ``work`` is given the request and what its URL says, and returns status and data."""
-    from django.http import JsonResponse
-    from django.utils.decorators import method_decorator
-    from django.views import View
     from rest_framework.decorators import (
         api_view,
         authentication_classes,

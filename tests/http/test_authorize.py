@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from django.core.management import call_command
+from django.http import Http404, HttpResponse, JsonResponse
+from django.test import Client, RequestFactory, override_settings
+from django.urls import path
 
+from celery_idempotent.django.http import idempotent_view, object_permissions
+from celery_idempotent.django.http.status import status
 from tests.http.kinds import kinds
 from tests.http.sites import new_key
 from tests.sql import databases
@@ -20,9 +26,6 @@ app.conf.idempotency_store = "memory://"
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with databases.ready(tmp_path_factory.mktemp("authorize")):
-        from django.core.management import call_command
-        from django.test import override_settings
-
         call_command("migrate", "auth", verbosity=0)
         with override_settings(CELERY_IDEMPOTENT_APP=app):
             yield
@@ -30,8 +33,6 @@ def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def factory() -> Any:
-    from django.test import RequestFactory
-
     return RequestFactory()
 
 
@@ -42,8 +43,6 @@ def test_a_router_asks_for_no_object_where_an_action_has_none(factory: Any) -> N
     from rest_framework.response import Response
     from rest_framework.routers import SimpleRouter
     from rest_framework.viewsets import GenericViewSet
-
-    from celery_idempotent.django.http import idempotent_view, object_permissions
 
     guarded = idempotent_view(**OPTIONS, authorize=object_permissions)
 
@@ -60,8 +59,6 @@ def test_a_router_asks_for_no_object_where_an_action_has_none(factory: Any) -> N
             return Response(status=200)
 
         def get_object(self) -> Any:
-            from django.http import Http404
-
             raise Http404
 
     router = SimpleRouter()
@@ -84,11 +81,6 @@ def private(request: Any, pk: int) -> tuple[int, Any]:
 def ask(kind: str, authorize: Any, key: str) -> Any:
     from types import ModuleType
 
-    from django.test import Client, override_settings
-    from django.urls import path
-
-    from celery_idempotent.django.http import idempotent_view
-
     view = kinds(idempotent_view(**OPTIONS, authorize=authorize), private)[kind]
     module = ModuleType("authorized_urls")
     module.__dict__["urlpatterns"] = [path("<int:pk>/", view)]
@@ -99,8 +91,6 @@ def ask(kind: str, authorize: Any, key: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["plain", "coroutine", "handler", "rest"])
 def test_it_is_asked_with_the_request_and_its_url_for_replays_alone(kind: str) -> None:
-    from django.http import HttpResponse
-
     asked: list[Any] = []
     answers: dict[Any, int] = {
         True: 200,
@@ -135,8 +125,6 @@ def test_what_forgets_to_await_its_question_lets_nobody_in() -> None:
 def test_a_view_without_an_object_to_ask_for_is_told_what_to_give_instead(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from celery_idempotent.django.http import object_permissions
-
     key = new_key()
     assert ask(kind, object_permissions, key).status_code == 200
     assert ask(kind, object_permissions, key).status_code == 500
@@ -144,12 +132,6 @@ def test_a_view_without_an_object_to_ask_for_is_told_what_to_give_instead(
 
 
 def test_the_status_resource_cannot_ask_and_tells_no_more_than_the_status(factory: Any) -> None:
-    from django.http import JsonResponse
-    from django.test import override_settings
-
-    from celery_idempotent.django.http import idempotent_view
-    from celery_idempotent.django.http.status import status
-
     @idempotent_view(**OPTIONS)
     def view(request: Any) -> Any:
         return JsonResponse({"private": 1}, status=201, headers={"Location": "/private/"})

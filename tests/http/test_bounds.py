@@ -11,7 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.db import transaction
+from django.http import HttpResponse
+from django.test import RequestFactory
 
+from celery_idempotent.django import user_scope
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
+from celery_idempotent.django.http.status import respond
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.redis.channel import Link
@@ -83,8 +89,6 @@ class Desk:
     """Asks views of an app on one store, and counts."""
 
     def __init__(self, store: Any, link: CountingLink | None, alias: str | None) -> None:
-        from django.test import RequestFactory
-
         self.app = make_app(store)
         self.store, self.alias = store, alias
         self._link = link
@@ -96,20 +100,12 @@ class Desk:
         return request
 
     def view(self, key: str) -> bool:
-        from django.http import HttpResponse
-
-        from celery_idempotent.django.http import idempotent_view
-
         view = idempotent_view(lambda _: HttpResponse("paid", status=201))
         answer = view(self._request("post", key))
         assert answer.status_code == 201, answer.content
         return bool(answer.get("Idempotent-Replayed") == "true")
 
     def enqueue(self, key: str) -> bool:
-        from django.db import transaction
-
-        from celery_idempotent.django.http import enqueue, keyed_view
-
         task = self.app.tasks[TASK]
         using = self.alias or "default"
         send = lambda request: enqueue(request, task, (key,), using=using)  # noqa: E731
@@ -121,14 +117,10 @@ class Desk:
 
     def finish(self, key: str) -> None:
         """Do what a worker does."""
-        from celery_idempotent.django import user_scope
-
         scope = canonical(user_scope(CALLER), what="scope", task=TASK)
         settle(self.store, claim(self.store, identity(key, scope=scope), fingerprint=None))
 
     def status(self, key: str) -> None:
-        from celery_idempotent.django.http.status import respond
-
         assert respond(self._request("get", key), TASK, key).status_code == 200
 
     def count(self, work: Callable[[str], Any], key: str) -> tuple[Counts, Any]:

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.django.http import enqueue, idempotent_view
+from celery_idempotent.django.http.status import status
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
@@ -42,8 +46,6 @@ def task() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with ready(tmp_path_factory.mktemp("damaged")):
-        from django.test import override_settings
-
         options = {"scope": lambda _: "caller"}
         with override_settings(IDEMPOTENCY_HTTP=options, CELERY_IDEMPOTENT_APP=app):
             yield
@@ -107,12 +109,6 @@ def settle(namespace: str, state: State, value: Stored) -> str:
 
 def answers(namespace: str, key: str) -> dict[str, Any]:
     """Ask for the key by its status, and by sending it again."""
-    from django.http import HttpResponse
-    from django.test import RequestFactory
-
-    from celery_idempotent.django.http import enqueue, idempotent_view
-    from celery_idempotent.django.http.status import status
-
     factory: Any = RequestFactory()
     again = factory.post("/", HTTP_IDEMPOTENCY_KEY=key)
     return {

@@ -11,10 +11,25 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection, connections
+from django.db.transaction import non_atomic_requests
+from django.http import HttpResponse, JsonResponse
+from django.middleware.clickjacking import XFrameOptionsMiddleware
+from django.middleware.security import SecurityMiddleware
+from django.test import Client, RequestFactory, override_settings
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views import View
+from django.views.decorators.clickjacking import xframe_options_exempt
+from django.views.decorators.gzip import gzip_page
 
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
+from celery_idempotent.django.http import idempotent_view
+from celery_idempotent.django.http.describing import describe
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import Ran, StoreFailed
+from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
 from tests.http.kinds import HANDLERS, kinds
@@ -31,11 +46,11 @@ app.conf.idempotency_store = "memory://"
 
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with atomic_requests(ALIAS, tmp_path_factory.mktemp("guards")):
-        from django.test import override_settings
-
-        with override_settings(CELERY_IDEMPOTENT_APP=app):
-            yield
+    with (
+        atomic_requests(ALIAS, tmp_path_factory.mktemp("guards")),
+        override_settings(CELERY_IDEMPOTENT_APP=app),
+    ):
+        yield
 
 
 @pytest.fixture
@@ -46,8 +61,6 @@ def options() -> dict[str, Any]:
 
 @pytest.fixture
 def factory() -> Any:
-    from django.test import RequestFactory
-
     return RequestFactory()
 
 
@@ -71,8 +84,6 @@ def written(text: str) -> int:
 
 def write(request: Any) -> tuple[int, dict[str, int]]:
     """Write what the query says, and do what it says."""
-    from django.db import connections
-
     execute(ALIAS, "INSERT INTO note VALUES (%s)", (request.GET["note"],))
     if "raise" in request.GET:
         raise ValueError("after writing")
@@ -84,8 +95,6 @@ class Site:
     """Views of every kind with the same options, and a client."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from django.test import Client
-
         self.module = ModuleType("guarded_urls")
         self.module.__dict__["urlpatterns"] = _patterns(options)
         self._client = Client(raise_request_exception=False, HTTP_HOST="localhost")
@@ -93,8 +102,6 @@ class Site:
     def ask(
         self, path: str, key: str | None = None, *, method: str = "POST", body: Any = None
     ) -> Any:
-        from django.test import override_settings
-
         headers: dict[str, Any] = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
         with override_settings(ROOT_URLCONF=self.module):
             return self._client.generic(
@@ -103,12 +110,6 @@ class Site:
 
 
 def _patterns(options: dict[str, Any]) -> list[Any]:
-    from django.db.transaction import non_atomic_requests
-    from django.http import JsonResponse
-    from django.urls import path
-
-    from celery_idempotent.django.http import idempotent_view
-
     guarded = idempotent_view(**options)
     views = kinds(guarded, write)
 
@@ -194,8 +195,6 @@ def new_identity() -> Identity:
 
 
 def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> None:
-    from celery_idempotent.django.http.describing import describe
-
     site, note, identity = Site(options), new_key(), new_identity()
     store = get_store(app)
     claimed = store.claim(
@@ -226,7 +225,6 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is lost before the view, which may have run before, or with the answer of the COMMIT."""
-    from celery_idempotent.protocol.runner import Runner
 
     def lost(self: Any, call: Any, body: Any) -> StoreFailed:
         body()
@@ -254,8 +252,6 @@ def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are read by then, and its user may have changed."""
-    from celery_idempotent.protocol.runner import Runner
-
     monkeypatch.setattr(Runner, "execute", lambda _, __, body: (body(), Ran(body()))[1])
     site, note = Site(options), new_key()
     answer = site.ask(f"/plain?note={note}", new_key())
@@ -285,10 +281,6 @@ def test_users_of_two_tenants_with_one_primary_key_are_two_callers(
 ) -> None:
     """django-tenants has users per tenant, who are numbered from 1 in each schema."""
     from django.contrib.auth.models import User
-    from django.db import connection, connections
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http import idempotent_view
 
     sold: list[str] = []
 
@@ -314,10 +306,6 @@ def test_users_of_two_tenants_with_one_primary_key_are_two_callers(
 def test_a_request_that_middleware_hands_to_its_view_once_more_is_guarded_then_too(
     options: dict[str, Any], factory: Any
 ) -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http import idempotent_view
-
     runs: list[int] = []
 
     @idempotent_view(**options)
@@ -336,13 +324,6 @@ def test_a_request_that_middleware_hands_to_its_view_once_more_is_guarded_then_t
 
 
 def test_a_coroutine_that_nobody_awaits_is_told_of(options: dict[str, Any], factory: Any) -> None:
-    from django.core.exceptions import ImproperlyConfigured
-    from django.http import HttpResponse
-    from django.utils.decorators import method_decorator
-    from django.views import View
-
-    from celery_idempotent.django.http import idempotent_view
-
     @method_decorator(idempotent_view(**options), name="dispatch")
     class Late(View):
         async def post(self, request: Any) -> Any:
@@ -359,10 +340,6 @@ def test_a_coroutine_that_nobody_awaits_is_told_of(options: dict[str, Any], fact
 def test_a_view_that_returns_no_response_is_told_of(
     options: dict[str, Any], factory: Any, key: str | None
 ) -> None:
-    from django.core.exceptions import ImproperlyConfigured
-
-    from celery_idempotent.django.http import idempotent_view
-
     @idempotent_view(**options, required=False)
     def plain_data(request: Any) -> Any:
         return {"paid": 17}
@@ -378,8 +355,6 @@ def test_an_answer_is_finished_once_and_a_replay_never(
     """A project's own ``finalize_response()`` reads and wraps the data, which a replay has no more."""
     from rest_framework.response import Response
     from rest_framework.views import APIView
-
-    from celery_idempotent.django.http import idempotent_view
 
     finished = []
 
@@ -404,11 +379,6 @@ def test_an_answer_is_finished_once_and_a_replay_never(
 
 
 def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], twice: Twice) -> None:
-    from django.http import HttpResponse
-    from django.views.decorators.gzip import gzip_page
-
-    from celery_idempotent.django.http import idempotent_view
-
     @idempotent_view(**options)
     @gzip_page
     def long(request: Any) -> Any:
@@ -440,9 +410,6 @@ SAFE = {
 
 def through_middleware(view: Any) -> Any:
     """Have a view answer as in Django, with the middleware that sets these headers where they are not set."""
-    from django.middleware.clickjacking import XFrameOptionsMiddleware
-    from django.middleware.security import SecurityMiddleware
-
     within: Any = XFrameOptionsMiddleware(view)
     return SecurityMiddleware(within)
 
@@ -450,10 +417,6 @@ def through_middleware(view: Any) -> Any:
 def test_a_replay_has_the_headers_of_security_and_of_other_origins(
     options: dict[str, Any], twice: Twice
 ) -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http import idempotent_view
-
     @idempotent_view(**options)
     def strict(request: Any) -> Any:
         return HttpResponse("<p>", headers=SAFE)
@@ -467,11 +430,6 @@ def test_a_replay_has_the_headers_of_security_and_of_other_origins(
 def test_a_page_that_may_be_framed_may_be_framed_again(
     options: dict[str, Any], twice: Twice
 ) -> None:
-    from django.http import HttpResponse
-    from django.views.decorators.clickjacking import xframe_options_exempt
-
-    from celery_idempotent.django.http import idempotent_view
-
     view = xframe_options_exempt(idempotent_view(**options)(lambda _: HttpResponse("<p>")))
     answers = twice(through_middleware(view))
     assert ["X-Frame-Options" in answer for answer in answers] == [False, False]
@@ -481,10 +439,6 @@ def test_a_page_that_may_be_framed_may_be_framed_again(
 def test_an_answer_that_would_be_less_safe_again_is_not_repeated(
     options: dict[str, Any], twice: Twice, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http import idempotent_view
-
     @idempotent_view(**options)
     def view(request: Any) -> Any:
         answer: Any = HttpResponse("<p>")

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from django.core.exceptions import TooManyFieldsSent
+from django.db import connections
+from django.db.transaction import non_atomic_requests
+from django.test import Client, RequestFactory, override_settings
+from django.urls import path
 
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from tests.http.kinds import kinds
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
@@ -61,16 +67,12 @@ LIMITS = {
 
 def write(request: Any) -> tuple[int, Any]:
     """Write, where that can be undone, and then look at the form."""
-    from django.db import connections
-
     if connections[ALIAS].in_atomic_block:
         execute(ALIAS, "INSERT INTO note VALUES (%s)", (request.GET["note"],))
     return 200, {"a": request.POST["a"]}
 
 
 def doors() -> dict[str, Any]:
-    from celery_idempotent.django.http import idempotent_view, keyed_view
-
     def scope(_: Any) -> str:
         return "caller"
 
@@ -83,9 +85,6 @@ def doors() -> dict[str, Any]:
 
 
 def ask(view: Any, kind: str, body: bytes, key: str | None, note: str) -> Any:
-    from django.test import Client, override_settings
-    from django.urls import path
-
     module = ModuleType("limited_urls")
     module.__dict__["urlpatterns"] = [path("", view)]
     client = Client(raise_request_exception=False, HTTP_HOST="localhost")
@@ -98,8 +97,6 @@ def ask(view: Any, kind: str, body: bytes, key: str | None, note: str) -> Any:
 @pytest.mark.parametrize("limit", TOO_LARGE)
 @pytest.mark.parametrize(("door", "kind"), VIEWS)
 def test_a_request_over_a_limit_is_413_and_leaves_nothing(door: str, kind: str, limit: str) -> None:
-    from django.db.transaction import non_atomic_requests
-
     if (door, limit) == ("without a key", "ours"):
         pytest.skip("for idempotent requests")
     view, note = kinds(doors()[door], write)[kind], new_key()
@@ -117,10 +114,7 @@ def test_a_request_over_a_limit_is_413_and_leaves_nothing(door: str, kind: str, 
 
 
 def test_enqueue_itself_refuses_what_nobody_has_looked_at() -> None:
-    from django.test import RequestFactory, override_settings
-
     from celery_idempotent import IdempotentTask
-    from celery_idempotent.django.http import enqueue
 
     @app.task(base=IdempotentTask, name="limits.task", shared=False)
     def task() -> None:
@@ -134,11 +128,6 @@ def test_enqueue_itself_refuses_what_nobody_has_looked_at() -> None:
 
 
 def test_a_limit_that_a_safe_request_meets_is_left_to_django() -> None:
-    from django.core.exceptions import TooManyFieldsSent
-    from django.test import RequestFactory, override_settings
-
-    from celery_idempotent.django.http import idempotent_view
-
     view = idempotent_view(lambda request: request.GET["a"], scope=lambda _: "caller")
     request = RequestFactory().get("/?" + "&".join(["a=1"] * 101))
     with override_settings(**LIMITS), pytest.raises(TooManyFieldsSent):

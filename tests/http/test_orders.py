@@ -10,9 +10,22 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connection, transaction
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
 
-from celery_idempotent.errors import InvalidOption
+from celery_idempotent.django.http import (
+    aenqueue,
+    enqueue,
+    idempotent_view,
+    keyed_view,
+    reservations,
+)
+from celery_idempotent.django.http.status import status
+from celery_idempotent.errors import InvalidOption, StoreUnavailable
 from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
+from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
 from tests.support.apps import redefine
 from tests.support.pydantic_tasks import make_pydantic_task
@@ -53,8 +66,6 @@ def settings() -> Iterator[Callable[..., None]]:
     """Change Django's settings for one test."""
     from contextlib import ExitStack
 
-    from django.test import override_settings
-
     with ExitStack() as stack:
 
         def change(**changes: Any) -> None:
@@ -65,7 +76,6 @@ def settings() -> Iterator[Callable[..., None]]:
 
 def request(method: str = "post", path: str = "/", **headers: str) -> Any:
     from django.contrib.auth.models import User
-    from django.test import RequestFactory
 
     made = getattr(RequestFactory(), method)(path, headers={"Idempotency-Key": "k", **headers})
     made.user = User(pk=7, username="ann")
@@ -77,16 +87,12 @@ def by(asked: Any) -> str:
 
 
 def queue(charge: Any, asked: Any = None, **options: Any) -> Any:
-    from celery_idempotent.django.http import enqueue
-
     return enqueue(asked or request(), charge, kwargs={"amount": 1}, **options)
 
 
 def look(address: str, **headers: str) -> Any:
     """Ask the status resource, as the user of :func:`request`."""
     from urllib.parse import unquote
-
-    from celery_idempotent.django.http.status import status
 
     _, _, namespace, key = address.split("/")
     return status(request("get", address, **headers), unquote(namespace), unquote(key))
@@ -123,8 +129,6 @@ def _store(charge: Any) -> Any:
 def test_where_the_status_resource_would_not_find_the_key_there_is_no_location(
     charge: Any, settings: Callable[..., None], how: str
 ) -> None:
-    from celery_idempotent.django.http import keyed_view
-
     options: dict[str, Any] = {}
     if how == "app":
         settings(CELERY_IDEMPOTENT_APP=Celery("other", set_as_current=False))
@@ -232,9 +236,6 @@ def test_tasks_are_loaded_for_the_status_resource_as_by_a_worker(
 def test_an_unknown_key_and_a_store_that_is_down_are_problems_for_browsers_too(
     charge: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from celery_idempotent.errors import StoreUnavailable
-    from celery_idempotent.stores.memory import MemoryStore
-
     def down(*_: Any) -> None:
         raise StoreUnavailable("nobody there")
 
@@ -256,7 +257,6 @@ def test_a_queued_record_has_the_message_of_a_pydantic_model_too(
     app: Celery, settings: Callable[..., None]
 ) -> None:
     from celery_idempotent import IdempotentTask
-    from celery_idempotent.django.http import enqueue
 
     def pay(order: Any) -> None: ...
 
@@ -338,10 +338,6 @@ def test_a_status_that_would_never_be_sent_is_refused(
 def test_what_is_sent_after_the_commit_is_the_call_as_it_was(
     charge: Any, app: Celery, mode: str
 ) -> None:
-    from django.db import transaction
-
-    from celery_idempotent.django.http import enqueue
-
     redefine(charge, idempotency_mode=mode)
     messages(app)
     with transaction.atomic():
@@ -368,7 +364,6 @@ def test_a_hook_that_fails_after_the_commit_does_not_keep_the_message_back(
     charge: Any, app: Celery
 ) -> None:
     """Django calls no hook after one that fails, and drops them as it does after a rollback."""
-    from django.db import transaction
 
     def fails() -> None:
         raise ValueError
@@ -391,8 +386,6 @@ def test_a_hook_that_fails_after_the_commit_does_not_keep_the_message_back(
 def test_for_a_task_that_is_off_or_observed_every_request_sends_a_message_after_its_commit(
     app: Celery, settings: Callable[..., None], mode: str
 ) -> None:
-    from django.db import transaction
-
     from celery_idempotent import IdempotentTask
 
     @app.task(base=IdempotentTask, name="orders.watched", shared=False, idempotency_mode=mode)
@@ -420,8 +413,6 @@ def test_for_a_task_that_is_off_or_observed_every_request_sends_a_message_after_
 
 
 def test_in_a_coroutine_there_is_an_enqueue_that_is_awaited(charge: Any) -> None:
-    from celery_idempotent.django.http import aenqueue
-
     async def view() -> Any:
         ticks = 0
 
@@ -443,8 +434,6 @@ def test_in_a_coroutine_there_is_an_enqueue_that_is_awaited(charge: Any) -> None
 
 
 def test_the_other_one_says_so(charge: Any) -> None:
-    from django.core.exceptions import SynchronousOnlyOperation
-
     async def view() -> Any:
         return queue(charge)
 
@@ -469,10 +458,6 @@ def test_what_a_transaction_queues_is_promised_once_it_is_committed(
 ) -> None:
     """A repetition waits for the COMMIT for a moment, is 409 then, and runs anew after a ROLLBACK."""
     from concurrent import futures
-
-    from django.db import transaction
-
-    from celery_idempotent.django.http import reservations
 
     messages(app)
     with transaction.atomic():
@@ -501,8 +486,6 @@ def test_what_a_transaction_queues_is_promised_once_it_is_committed(
 
 
 def test_a_broker_that_is_down_at_the_commit_leaves_the_message_to_the_sweep(charge: Any) -> None:
-    from django.db import transaction
-
     charge.app.conf.update(broker_connection_retry=False, task_publish_retry=False)
     charge.app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0}
     charge.app.conf.broker_url = "amqp://127.0.0.1:1//"
@@ -552,7 +535,6 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django import outbox
-    from celery_idempotent.django.http import reservations
 
     class Killed(BaseException):
         pass
@@ -585,11 +567,6 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
 
 @pytest.mark.parametrize("keyed", [True, False], ids=["with a key", "without"])
 def test_an_atomic_view_is_a_transaction_with_and_without_a_key(sql: Any, keyed: bool) -> None:
-    from django.db import connection
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http import idempotent_view
-
     status = 503
     asked = request()
     if not keyed:

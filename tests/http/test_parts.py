@@ -7,8 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.core.files.uploadedfile import SimpleUploadedFile
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
+from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
+from django.test.utils import isolate_apps
+from django.utils.decorators import method_decorator
+from django.views import View
 
+from celery_idempotent.django import user_scope
+from celery_idempotent.django.http import idempotent_view, keyed_view
+from celery_idempotent.django.http.bodies import receive, request_fingerprint
+from celery_idempotent.django.http.keys import caller_scope, http_identity, read_key, session_scope
+from celery_idempotent.django.http.messages import pack_response, read_response
+from celery_idempotent.django.http.options import http_options
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
+from celery_idempotent.identity.fingerprints import MAX_DEPTH
 from celery_idempotent.records import Stored
 from tests.sql.databases import ready
 
@@ -21,8 +36,6 @@ def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def factory() -> Any:
-    from django.test import RequestFactory
-
     return RequestFactory()
 
 
@@ -59,25 +72,17 @@ async def coroutine(_request: Any) -> bool:
     ],
 )
 def test_a_bad_option_is_refused_where_it_is_given(options: dict[str, Any], said: str) -> None:
-    from celery_idempotent.django.http import idempotent_view
-
     with pytest.raises(InvalidOption, match=said):
         idempotent_view(**options)(view)
 
 
 @pytest.mark.parametrize("option", ["lease", "atomic", "wait", "authorize"])
 def test_an_option_that_would_do_nothing_is_refused(option: str) -> None:
-    from celery_idempotent.django.http import keyed_view
-
     with pytest.raises(InvalidOption, match="does nothing for keyed_view"):
         keyed_view(**{option: None})
 
 
 def test_the_setting_is_read_and_the_view_wins() -> None:
-    from django.test import override_settings
-
-    from celery_idempotent.django.http.options import http_options
-
     with override_settings(IDEMPOTENCY_HTTP={"lease": 7, "required": False}):
         assert (http_options().lease_ms, http_options({"lease": 9}).lease_ms) == (7000, 9000)
         assert http_options({"lease": 9}).required is False
@@ -87,13 +92,9 @@ def test_the_setting_is_read_and_the_view_wins() -> None:
 
 
 def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:
-    from django.utils.decorators import method_decorator
-    from django.views import View
     from rest_framework.decorators import api_view
     from rest_framework.response import Response
     from rest_framework.views import APIView
-
-    from celery_idempotent.django.http import idempotent_view, keyed_view
 
     @method_decorator(idempotent_view, name="dispatch")
     class Dispatched(APIView):
@@ -131,8 +132,6 @@ def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:
     ],
 )
 def test_a_key_is_a_string_of_rfc_9651_or_bare(factory: Any, value: str, key: str) -> None:
-    from celery_idempotent.django.http.keys import read_key
-
     assert read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value)) == key
     assert read_key(factory.post("/")) is None
 
@@ -154,9 +153,6 @@ REFUSED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("value", "told"), REFUSED, ids=[each[:12] for each, _ in REFUSED])
 def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: str) -> None:
-    from celery_idempotent.django.http.keys import read_key
-    from celery_idempotent.django.http.problems import RequestRefused
-
     with pytest.raises(RequestRefused) as refused:
         read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value))
     assert refused.value.code == "idempotency_key_invalid"
@@ -167,9 +163,6 @@ def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: s
 
 
 def fingerprint(request: Any, **options: Any) -> bytes:
-    from celery_idempotent.django.http.bodies import request_fingerprint
-    from celery_idempotent.django.http.options import http_options
-
     return request_fingerprint(request, request, http_options(options))
 
 
@@ -233,7 +226,6 @@ def test_numbers_of_json_that_differ_beyond_the_digits_of_a_float_are_different(
 
 def test_json_that_is_too_deep_counts_by_its_bytes(factory: Any) -> None:
     """Whatever the stack that reads it has left."""
-    from celery_idempotent.identity.fingerprints import MAX_DEPTH
 
     def nested(depth: int, text: str) -> bytes:
         return json_fingerprint(factory, "[" * depth + text + "]" * depth)
@@ -274,8 +266,6 @@ def test_a_fingerprint_of_ones_own_counts_instead_of_the_body(factory: Any) -> N
 
 
 def test_a_body_stays_readable_for_the_view(factory: Any) -> None:
-    from django.core.files.uploadedfile import SimpleUploadedFile
-
     upload = {"field": "x", "file": SimpleUploadedFile("a.txt", b"content")}
     request = factory.post("/", upload)
     fingerprint(request)
@@ -288,9 +278,6 @@ def test_a_body_stays_readable_for_the_view(factory: Any) -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 def test_a_file_counts_by_its_name_and_its_content(factory: Any, method: str) -> None:
-    from django.core.files.uploadedfile import SimpleUploadedFile
-    from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
-
     def of(name: str, content: bytes) -> bytes:
         body = encode_multipart(BOUNDARY, {"file": SimpleUploadedFile(name, content)})
         request = factory.generic(method, "/", body, content_type=MULTIPART_CONTENT)
@@ -303,11 +290,6 @@ def test_a_file_counts_by_its_name_and_its_content(factory: Any, method: str) ->
 
 
 def test_a_large_upload_is_in_the_file_of_an_upload_handler(factory: Any) -> None:
-    from django.core.files.uploadedfile import SimpleUploadedFile
-
-    from celery_idempotent.django.http.bodies import receive
-    from celery_idempotent.django.http.options import http_options
-
     content = b"content" * 500_000  # more than DATA_UPLOAD_MAX_MEMORY_SIZE
     request = factory.post("/", {"file": SimpleUploadedFile("a.txt", content)})
     receive(request, http_options())
@@ -320,8 +302,6 @@ def test_a_large_upload_is_in_the_file_of_an_upload_handler(factory: Any) -> Non
 
 
 def test_a_form_that_is_no_post_counts_without_its_boundary(factory: Any) -> None:
-    from django.test.client import encode_multipart
-
     def of(boundary: str, value: str) -> bytes:
         body = encode_multipart(boundary, {"a": value})
         kind = f"multipart/form-data; boundary={boundary}"
@@ -345,8 +325,6 @@ def test_a_charset_that_is_none_is_refused(
     factory: Any, body: bytes, kind: str, charset: str
 ) -> None:
     """Those that Python has for other ends, and those that cannot be what they say."""
-    from celery_idempotent.django.http.problems import RequestRefused
-
     content_type = f"{kind}; boundary=x; charset={charset}"
     with pytest.raises(RequestRefused) as refused:
         fingerprint(factory.generic("POST", "/", body, content_type=content_type))
@@ -359,11 +337,6 @@ def test_a_charset_that_is_none_is_refused(
 @pytest.mark.parametrize("status", [200, 204, 404])
 @pytest.mark.parametrize("body", [b"", b"text", bytes(range(256)), b"\r\n\r\n"])
 def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http.messages import pack_response, read_response
-    from celery_idempotent.django.http.options import http_options
-
     headers = {
         "Content-Type": "x/y; charset=é",
         "Location": "/a?b=c: d",
@@ -390,11 +363,6 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
 def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
     import dataclasses
 
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http.messages import pack_response, read_response
-    from celery_idempotent.django.http.options import http_options
-
     kept = pack_response(HttpResponse("text"), http_options(), name="v")
     assert read_response(kept).content == b"text"
     for no_response in (
@@ -407,11 +375,6 @@ def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
 
 
 def test_a_response_over_its_limit_is_not_kept() -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http.messages import pack_response, read_response
-    from celery_idempotent.django.http.options import http_options
-
     options = http_options({"max_response_bytes": 4})
     assert read_response(pack_response(HttpResponse("four"), options, name="v")).content == b"four"
     with pytest.raises(ResultUnavailable, match="was not kept"):
@@ -422,11 +385,6 @@ def test_a_response_over_its_limit_is_not_kept() -> None:
 def test_a_replay_has_the_content_type_of_its_first_answer_however_that_is_written(
     name: str,
 ) -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http.messages import pack_response, read_response
-    from celery_idempotent.django.http.options import http_options
-
     made = HttpResponse(b"{}", headers={name: "application/json"})
     replay = read_response(pack_response(made, http_options(), name="v"))
     assert replay["Content-Type"] == "application/json"
@@ -435,11 +393,6 @@ def test_a_replay_has_the_content_type_of_its_first_answer_however_that_is_writt
 
 
 def test_headers_without_measure_are_not_kept() -> None:
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http.messages import pack_response
-    from celery_idempotent.django.http.options import http_options
-
     made = HttpResponse(headers={"Link": "x" * 40_000})
     with pytest.raises(ValueError, match="headers"):
         pack_response(made, http_options(), name="v")
@@ -452,10 +405,6 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
     from types import SimpleNamespace
 
     from django.contrib.auth.models import Group, User
-
-    from celery_idempotent.django.http.keys import caller_scope, http_identity, session_scope
-    from celery_idempotent.django.http.options import http_options
-    from celery_idempotent.django.http.problems import RequestRefused
 
     class Customer(SimpleNamespace):
         """Another kind of user."""
@@ -490,10 +439,6 @@ def test_a_session_is_a_caller_whose_key_no_record_has(factory: Any, kind: str) 
 
     from django.contrib.auth.models import AnonymousUser
 
-    from celery_idempotent.django.http.keys import caller_scope, http_identity, session_scope
-    from celery_idempotent.django.http.options import http_options
-    from celery_idempotent.django.http.problems import RequestRefused
-
     request, options = factory.post("/"), http_options({"scope": session_scope})
     request.user = AnonymousUser()
     store = import_module(f"django.contrib.sessions.backends.{kind}").SessionStore
@@ -523,11 +468,6 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
 
     from django.contrib.auth.models import User
 
-    from celery_idempotent.django import user_scope
-    from celery_idempotent.django.http.keys import caller_scope
-    from celery_idempotent.django.http.options import http_options
-    from celery_idempotent.django.http.problems import RequestRefused
-
     request = factory.post("/")
     others = [SimpleNamespace(pk=pk, is_authenticated=True) for pk in (None, "")]
     for user in (User(username="robot"), *others):
@@ -541,9 +481,6 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
 
 def test_a_model_that_extends_the_users_is_the_same_user() -> None:
     from django.contrib.auth.models import User
-    from django.test.utils import isolate_apps
-
-    from celery_idempotent.django import user_scope
 
     with isolate_apps("django.contrib.auth"):
 
@@ -566,9 +503,6 @@ def test_a_model_that_extends_the_users_is_the_same_user() -> None:
 
 @pytest.mark.parametrize("scope", ["", "x" * 256, "a\tb", ("a", "b" * 300), ["\x00"]])
 def test_a_scope_that_cannot_be_one_is_no_caller(scope: Any) -> None:
-    from celery_idempotent.django.http.keys import http_identity
-    from celery_idempotent.django.http.problems import RequestRefused
-
     with pytest.raises(RequestRefused) as refused:
         http_identity("http", scope, "k")
     assert refused.value.code == "caller_unknown"

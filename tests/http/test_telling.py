@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from django.db import transaction
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
 
 from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.django.http import enqueue, idempotent_view
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Record, SettleRequest, State, Stored
@@ -51,10 +55,6 @@ def charge() -> Iterator[Any]:
 
 
 def queue(charge: Any, amount: int = 1, **options: Any) -> int:
-    from django.test import RequestFactory
-
-    from celery_idempotent.django.http import enqueue
-
     request = RequestFactory().post("/", headers={"Idempotency-Key": "k"})
     for name, value in options.items():
         setattr(request, name, value)
@@ -136,8 +136,6 @@ def test_a_store_that_is_away(charge: Any, heard: Heard, monkeypatch: pytest.Mon
 def test_a_reservation_of_a_transaction_is_told_once_it_is_committed(
     charge: Any, heard: Heard, commits: bool
 ) -> None:
-    from django.db import transaction
-
     with suppress(ZeroDivisionError), transaction.atomic():
         assert queue(charge) == 202
         assert heard.names == []
@@ -147,11 +145,6 @@ def test_a_reservation_of_a_transaction_is_told_once_it_is_committed(
 
 
 def test_a_view_that_is_asked_twice(heard: Heard) -> None:
-    from django.http import HttpResponse
-    from django.test import RequestFactory, override_settings
-
-    from celery_idempotent.django.http import idempotent_view
-
     @idempotent_view(scope=lambda _: "ann")
     def pay(_: Any) -> HttpResponse:
         return HttpResponse("paid")

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.http import JsonResponse
+from django.test import RequestFactory
 
+from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.stores import open_store
 from tests.http.sites import new_key
 from tests.sql import databases
@@ -38,11 +41,6 @@ def send(
 
 
 def _sender() -> Callable[[str], Callable[[], Any]]:
-    from django.http import JsonResponse
-    from django.test import RequestFactory
-
-    from celery_idempotent.django.http import idempotent_view
-
     factory = RequestFactory()
     answer = {"paid": 17}
     view = idempotent_view(scope=lambda _: "acct_1")(lambda _: JsonResponse(answer, status=201))
