@@ -842,13 +842,15 @@ class TestAMessageThatCannotBePublishedAgain:
         assert (runs, [each.args for each in published[1:]]) == (["k"], [("next",)])
 
     def test_whose_broker_has_no_copy_of_it_fails_with_its_callbacks_unsent(
-        self, app, published, runs, task, pauses
+        self, app, store, published, runs, task, pauses
     ):
         task.acks_late = False
         message = send(published, task, "k", link=task.si("next"))
         self.refuse(app, OperationalError("gone"))
         assert outcome_of(deliver(app, message).retval.exception) is None
         assert app.AsyncResult(message.id).state == "FAILURE"
+        kept = record(store, "k", "t")
+        assert (kept.state, kept.delivered) == (State.COMPLETED, False)
         assert (runs, len(published), pauses) == (["k"], 1, [])
 
     def test_is_not_taken_for_one_that_goes_in_a_circle(self, app, store, published, task):
