@@ -11,7 +11,6 @@ from tests.contract.base import (
     KEY,
     OTHER_FINGERPRINT,
     STATES,
-    TASK_ID,
     VALUE,
     Advance,
     ContractBase,
@@ -22,19 +21,6 @@ from tests.contract.base import (
 
 class ClaimContract(ContractBase):
     """Claims."""
-
-    def test_an_unclaimed_key_is_claimed(self, store: Store) -> None:
-        answer = self.try_claim(store)
-        assert isinstance(answer, Claimed)
-        record = answer.record
-        assert (record.identity, record.state) == (KEY, State.PROCESSING)
-        assert (record.crashes, record.attempts) == (0, 1)
-        assert record.fingerprint == FINGERPRINT
-        assert record.owner == f"{TASK_ID}@web-1:4711"
-        assert record.updated_ms == record.created_ms
-        assert record.deadline_ms == record.created_ms + self.lease_ms
-        assert (record.value, record.replaced) == (None, False)
-        assert store.get(KEY) == record
 
     def test_a_claim_needs_neither_fingerprint_nor_owner(self, store: Store) -> None:
         """Fingerprints may be switched off, and programs other than Celery's workers may claim."""

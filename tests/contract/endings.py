@@ -41,24 +41,6 @@ class EndingContract(ContractBase):
         assert isinstance(answer, Settled)
         assert (answer.record.value, answer.record.fingerprint) == (value, fingerprint)
 
-    def test_a_settle_is_accepted_after_the_lease_ran_out(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """The effect has happened. While nobody else has claimed the key, its result is better than a second run."""
-        record = self.claim(store)
-        advance(self.lease_ms + 1)
-        assert self.settle(store, record)
-
-    def test_a_settle_is_accepted_after_an_interruption_whose_crash_stays(
-        self, store: Store
-    ) -> None:
-        """The sweep took the worker for dead, and it was only slow. Its result counts, and so does the crash."""
-        record = self.claim(store)
-        store.interrupt(KEY, token=record.token)
-        assert self.settle(store, record)
-        found = self.found(store)
-        assert (found.state, found.crashes) == (State.COMPLETED, 1)
-
     def test_an_operator_completes_what_failed(self, store: Store) -> None:
         """With that it leaves the list of failures, which is an index in some stores."""
         assert self.settle(store, self.claim(store), State.FAILED)

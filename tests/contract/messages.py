@@ -68,16 +68,3 @@ class MessageContract(ContractBase):
         advance(self.lease_ms + 1)
         (swept,) = store.sweep(limit=10).requeued
         assert swept.message == MESSAGE
-
-    def test_an_interrupted_key_is_reserved_with_the_new_message(
-        self, store: Store, advance: Advance
-    ) -> None:
-        record = self.requeueable(store, advance)
-        store.interrupt(KEY, token=record.token)
-        again = self.reserve(store, task_id="another", message=b"another")
-        assert (again.task_id, again.message, again.on_stale) == (
-            "another",
-            b"another",
-            "interrupt",
-        )
-        assert store.get(KEY) == again

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from celery_idempotent.records import Held, State
+from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store
-from tests.contract.base import KEY, MESSAGE, Advance, ContractBase
+from tests.contract.base import KEY, Advance, ContractBase
 
 
 class ReleaseContract(ContractBase):
     """Releasing, for good or for a retry, and interrupting."""
-
-    def test_a_released_key_is_free(self, store: Store) -> None:
-        record = self.claim(store)
-        assert store.release(KEY, token=record.token) is True
-        assert store.get(KEY) is None
-        again = self.claim(store)
-        assert (again.crashes, again.attempts) == (0, 1)
 
     def test_a_released_key_is_not_swept(self, store: Store, advance: Advance) -> None:
         """An index of leases must lose the key, or a sweep would count a crash of a run that failed properly."""
@@ -46,30 +39,6 @@ class ReleaseContract(ContractBase):
         store.interrupt(KEY, token=self.claim(store).token)
         advance(self.lease_ms + 1)
         assert store.sweep(limit=10).interrupted == ()
-
-    def test_a_retry_makes_a_reserved_key_queued_again(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """Freed instead, the key could be reserved by another publisher between a run and its retry, and would run for
-        both.
-        """
-        self.reserve(store)
-        record = self.claim(store, task_id="another", on_stale="requeue", message=MESSAGE)
-        advance(10)
-        for _ in range(2):
-            # The answer to the first one may be lost.
-            assert store.release(KEY, token=record.token, requeue_ms=2 * self.lease_ms) is True
-            found = self.found(store)
-            assert found.updated_ms > record.updated_ms
-            assert found == dataclasses.replace(
-                record,
-                state=State.QUEUED,
-                updated_ms=found.updated_ms,
-                deadline_ms=found.updated_ms + 2 * self.lease_ms,
-            )
-        assert isinstance(self.try_reserve(store, task_id="a third"), Held)
-        again = self.claim(store, task_id="another")
-        assert (again.crashes, again.attempts) == (0, 2)
 
     def test_a_key_without_reservation_and_message_is_free_for_its_retry(
         self, store: Store

@@ -25,17 +25,6 @@ class RenewalContract(ContractBase):
         assert dataclasses.replace(found, deadline_ms=record.deadline_ms) == record
         assert isinstance(self.try_claim(store), Held)
 
-    def test_a_lease_that_ran_out_is_renewed_while_nobody_took_the_key(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """A worker that was frozen, or cut off, for longer than its lease goes on if nobody was faster: its run is
-        still the only one.
-        """
-        record = self.claim(store)
-        advance(self.lease_ms + 1)
-        assert self.renew(store, record)
-        assert isinstance(self.try_claim(store), Held)
-
     def test_each_lease_is_answered_in_its_place(self, store: Store) -> None:
         """The heartbeat renews all claims of a process in one call. A claim that takes another one's answer is lost, or
         is believed to live, by mistake.

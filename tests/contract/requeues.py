@@ -23,33 +23,6 @@ from tests.contract.base import (
 class RequeueContract(ContractBase):
     """Requeueing, by a sweep and by an operator."""
 
-    def test_a_sweep_requeues_a_stale_record_with_its_message(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """The message comes from the record: with early acks nothing else has it.
-
-        ::
-
-            worker   claim, with its message ─ ✗ killed
-            sweep                                 the lease ends ─ QUEUED, crash 1 ─ publishes the message
-        """
-        record = self.requeueable(store, advance)
-        report = store.sweep(limit=10, requeue_ms=self.lease_ms)
-        (swept,) = report.requeued
-        assert (report.interrupted, report.more) == ((), False)
-        assert swept.updated_ms > record.updated_ms
-        assert swept == dataclasses.replace(
-            record,
-            state=State.QUEUED,
-            crashes=1,
-            updated_ms=swept.updated_ms,
-            deadline_ms=swept.updated_ms + self.lease_ms,
-            swept=True,
-        )
-        assert swept.message == MESSAGE
-        assert store.get(KEY) == swept
-        assert store.sweep(limit=10, requeue_ms=self.lease_ms).requeued == ()
-
     @pytest.mark.parametrize(
         ("on_stale", "message"), [("requeue", None), ("fail", MESSAGE), ("interrupt", MESSAGE)]
     )

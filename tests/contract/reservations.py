@@ -10,7 +10,6 @@ from celery_idempotent.records import (
     Identity,
     Mismatched,
     Reserved,
-    State,
 )
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
@@ -38,18 +37,6 @@ class ReservationContract(ContractBase):
             assert record.uncommitted is uncommitted
             assert self.found(store) == record
         assert self.claim(store).uncommitted is False
-
-    def test_an_unclaimed_key_is_reserved(self, store: Store) -> None:
-        record = self.reserve(store)
-        assert (record.identity, record.state) == (KEY, State.QUEUED)
-        assert (record.task_id, record.worker) == (TASK_ID, "")
-        assert (record.crashes, record.attempts, record.reserved) == (0, 0, True)
-        assert record.fingerprint == FINGERPRINT
-        assert record.token >= record.created_ms * 1000
-        assert record.updated_ms == record.created_ms
-        assert record.deadline_ms == record.created_ms + self.lease_ms
-        assert (record.message, record.steps, record.value) == (None, (), None)
-        assert store.get(KEY) == record
 
     def test_a_reserved_key_is_held_for_other_tasks(self, store: Store, advance: Advance) -> None:
         record = self.reserve(store)

@@ -45,7 +45,6 @@ pytest.importorskip("django")
 
 from django.db import (
     DatabaseError,
-    OperationalError,
     close_old_connections,
     connections,
     transaction,
@@ -330,68 +329,6 @@ def test_a_caught_error_of_a_cursor_is_told_as_one(open_atomic: Callable[..., Dj
     assert effects(store) == 0
 
 
-def test_a_caught_deadlock_is_told_among_what_ends_a_transaction(
-    open_atomic: Callable[..., DjangoStore],
-):
-    """MariaDB has rolled back everything, and goes on in another transaction."""
-    store = open_atomic("mariadb")
-    execute(store.alias, "CREATE TABLE weight (n integer)")  # it undoes who has less to undo
-    record = claimed(store)
-    other = connections.create_connection(store.alias)
-    other.inc_thread_sharing()
-
-    def theirs() -> None:
-        with other.cursor() as cursor:
-            cursor.execute("UPDATE effects SET n = n + 10")
-            cursor.execute("COMMIT")
-
-    looker = databases.add_alias("looker", {**connections[store.alias].settings_dict})
-    thread = threading.Thread(target=theirs)
-    try:
-        with (
-            pytest.raises(TransactionEnded, match="went on after a deadlock"),
-            store.transaction(record) as run,
-        ):
-            act(store)
-            with other.cursor() as cursor:
-                cursor.execute("BEGIN")
-                cursor.execute("UPDATE celery_idempotent_record SET version = version + 1")
-                for n in range(50):
-                    cursor.execute("INSERT INTO weight VALUES (%s)", (n,))
-            thread.start()
-            wait_for(lambda: databases.waits(looker), 20, "a wait", interval=0.15)
-            with pytest.raises(DatabaseError, match="Deadlock"):
-                execute(store.alias, "UPDATE celery_idempotent_record SET version = 1")
-            settle(run)
-    finally:
-        thread.join()
-        other.close()
-        databases.drop_alias(looker)
-        execute(store.alias, "DROP TABLE weight")
-    assert effects(store) == 10
-
-
-@pytest.mark.parametrize("noticed", [True, False])
-def test_a_session_that_is_lost_after_the_last_query_is_told_as_lost(
-    server_store: DjangoStore, noticed: bool
-):
-    store = server_store
-    record = claimed(store)
-    with pytest.raises(OperationalError) as caught, store.transaction(record) as run:
-        act(store)
-        _end(store.alias)
-        if noticed:
-            with pytest.raises(DatabaseError):
-                act(store)
-        settle(run)
-    assert run.passes(caught.value)
-    assert effects(store) == 0
-    with store.transaction(record) as run:
-        act(store)
-        assert settle(run)
-    assert effects(store) == 1
-
-
 def _swallow(context: Any) -> None:
     """Go on after an error."""
     with suppress(DatabaseError), context:
@@ -435,16 +372,6 @@ def test_it_runs_inside_the_blocks_of_a_django_test_case(store: DjangoStore):
             act(store)
             assert settle(run)
         assert effects(store) == 1
-
-
-def test_it_begins_on_a_connection_that_the_server_closed(server_store: DjangoStore):
-    store = server_store
-    record = claimed(store)
-    _end(store.alias)
-    with store.transaction(record) as run:
-        act(store)
-        assert settle(run)
-    assert effects(store) == 1
 
 
 def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):

@@ -346,43 +346,6 @@ class TestZombies:
         finally:
             rabbitmq.delete(queue)
 
-    def test_where_it_may_not_be_ended_nothing_is_lost_and_nothing_doubled(
-        self, till, rabbitmq, poor_role
-    ):
-        place = till("postgresql")
-        queue = rabbitmq.queue()
-        try:
-            place.conf["idempotency_lease"] = 1
-            frozen, first = self.freeze(place, queue)
-            user = poor_role(place.alias)
-            second = place.worker("second", database=user)
-            result = place.pay("order", account="alice")
-            wait_for(lambda: "is republished" in second.log, PATIENCE, "the duplicate to wait")
-            frozen.thaw()
-            assert first.get(timeout=PATIENCE) == "paid order"
-            assert result.get(timeout=PATIENCE) == "paid order"
-            assert place.effects("order") == 1
-            assert place.balance() == 99
-        finally:
-            rabbitmq.delete(queue)
-
-    @pytest.fixture
-    def poor_role(self) -> Iterator[Callable[[str], dict[str, Any]]]:
-        made: list[tuple[str, str]] = []
-
-        def make(alias: str) -> dict[str, Any]:
-            role = f"poor_{os.getpid()}"
-            databases.execute(alias, f"CREATE ROLE {role} LOGIN NOSUPERUSER")
-            made.append((alias, role))
-            for kind in ("TABLES", "SEQUENCES"):
-                databases.execute(alias, f"GRANT ALL ON ALL {kind} IN SCHEMA public TO {role}")
-            return {"USER": role}
-
-        yield make
-        for alias, role in made:
-            databases.execute(alias, f"DROP OWNED BY {role}")
-            databases.execute(alias, f"DROP ROLE {role}")
-
 
 class TestCommits:
     @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -197,35 +196,6 @@ def test_a_commit_whose_answer_is_lost_is_one_to_what_waits_for_it(
     assert shop.effects() == 2, "one of each task"
 
 
-def test_a_permanent_error_is_kept_once_it_is_committed(open_shop: Callable[..., Shop]):
-    def refuse(order: str) -> None:
-        raise Rollback(order)
-
-    shop = open_shop("postgresql")
-    task = shop.task("refuse", refuse, idempotency_permanent_errors=(Rollback,))
-    with shop.atomic():
-        assert task.apply(("order",)).state == "FAILURE"
-        assert shop.state(task) is State.PROCESSING
-    assert shop.state(task) is State.FAILED
-
-
-def test_meanwhile_everybody_else_finds_the_key_held(open_shop: Callable[..., Shop]):
-    shop = open_shop("postgresql", "memory")
-    found: list[Any] = []
-
-    def elsewhere() -> None:
-        found.append(shop.pay.apply(("order",)).result)
-        connections[shop.alias].close()
-
-    with shop.atomic():
-        shop.pay.delay("order")
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert isinstance(found[0], InProgress)
-    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
-
-
 def test_a_function_that_fails_after_the_commit_keeps_no_record_from_being_written(
     open_shop: Callable[..., Shop],
 ):
@@ -272,15 +242,3 @@ class TestInATestCase:
     def test_a_call_is_done_at_once(self, case: Shop):
         case.pay.delay("order")
         assert (case.effects(), case.state()) == (1, State.COMPLETED)
-
-    def test_what_waits_for_a_commit_is_called_as_django_calls_it(self, case: Shop):
-        from django.test import TestCase
-
-        transaction.on_commit(lambda: None, using=case.alias)
-        with (
-            TestCase.captureOnCommitCallbacks(using=case.alias, execute=True) as called,
-            case.atomic(),
-        ):
-            case.pay.delay("order")
-        assert len(called) == 1
-        assert case.state() is State.COMPLETED

@@ -17,11 +17,11 @@ from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_idempotent.celery.reaper import sweep as whole_sweep
-from celery_idempotent.errors import IdempotencyError, KeyMissing, StoreMisconfigured
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store
 from tests.sql.databases import rows
-from tests.sql.outbox_support import Stage, anything, ids, make_app, sent
+from tests.sql.outbox_support import Stage, ids, make_app, sent
 from tests.support.proxy import Proxy
 from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.waiting import wait_for
@@ -341,14 +341,6 @@ class TestWhatIsKept:
             assert lite.pending()[0].key == ""
         assert ids(lite.app) == [task_id]
 
-    def test_keys_and_scopes_given_with_the_call_are_stamped(self, lite: Stage):
-        with lite.atomic():
-            lite.add("note", (1,), idempotency_key="mine", idempotency_scope="a tenant")
-            (kept,) = lite.pending()
-        assert (kept.key, kept.scope, kept.task) == ("mine", "a tenant", "note")
-        ((headers, _, _),) = sent(lite.app)
-        assert headers["idempotency"]["scope"] == "a tenant"
-
     def test_an_overridden_apply_async_has_its_say_once(self, lite: Stage):
         task: Any = lite.app.tasks["note"]
         calls = []
@@ -366,14 +358,6 @@ class TestWhatIsKept:
             lite.add("note", (1,))
         ((_, _, properties),) = sent(lite.app)
         assert (properties["priority"], calls) == (3, [(1,)])
-
-    def test_a_plain_task_is_staged_as_well(self, lite: Stage):
-        with lite.atomic():
-            task_id = lite.add("plain", (1, 2), countdown=1)
-            assert ids(lite.app) == []
-        ((headers, body, _),) = sent(lite.app)
-        assert (headers["id"], body[0]) == (task_id, [1, 2])
-        assert headers["eta"]
 
     def test_a_signature_is_staged_that_is_one_message(self, lite: Stage):
         note, plain = lite.app.tasks["note"], lite.app.tasks["plain"]
@@ -481,14 +465,6 @@ class TestRefusals:
             lite.add(canvas)
         assert (lite.pending(), ids(lite.app)) == ([], [])
 
-    def test_calls_that_could_never_run(self, lite: Stage):
-        with lite.atomic():
-            with pytest.raises(TypeError):
-                lite.add("note", ())
-            with pytest.raises(KeyMissing):
-                lite.add("note", (None,))
-        assert lite.pending() == []
-
 
 class TestOnCommit:
     def test_within_an_atomic_task_messages_are_staged_in_its_transaction(self, lite: Stage):
@@ -576,32 +552,6 @@ class TestOnCommit:
         lite.pass_time()
         assert lite.sweep().sent == 1
 
-    def test_a_plain_task_that_finds_no_broker_after_the_commit_is_told_of_in_the_log(
-        self, lite: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ):
-        from celery.contrib.django.task import DjangoTask
-        from django.db import transaction
-
-        monkeypatch.setattr(
-            transaction, "on_commit", partial(transaction.on_commit, using=lite.alias)
-        )
-        note: Any = lite.app.tasks["note"]
-        plain: Any = lite.app.task(name="simple", shared=False, base=DjangoTask)(anything)
-
-        def body() -> None:
-            plain.delay_on_commit("x")
-
-        task: Any = lite.app.task(
-            name="work",
-            shared=False,
-            base=type(note).__mro__[1],
-            idempotency_atomic=True,
-        )(body)
-        lite.break_broker(monkeypatch)
-        assert task.apply().state == "SUCCESS"
-        (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-        assert "delay" in record.getMessage()
-
     def test_everywhere_else_they_do_what_those_of_celery_do(
         self, lite: Stage, monkeypatch: pytest.MonkeyPatch
     ):
@@ -614,34 +564,6 @@ class TestOnCommit:
         assert ids(lite.app) == []
         waiting[0]()
         assert len(ids(lite.app)) == 1
-
-    def test_the_result_of_a_child_is_among_the_children_of_the_task(self, lite: Stage):
-        note: Any = lite.app.tasks["note"]
-        children: list[Any] = []
-
-        def body(self: Any) -> None:
-            note.delay_on_commit(1)
-
-        task: Any = lite.app.task(
-            name="parent",
-            bind=True,
-            shared=False,
-            base=type(note).__mro__[1],
-            idempotency_atomic=True,
-        )(body)
-
-        from celery.signals import task_postrun
-
-        def look(task: Any = None, **_: Any) -> None:
-            children.extend(each.id for each in task.request.children)
-
-        task_postrun.connect(look)
-        try:
-            task.apply()
-        finally:
-            task_postrun.disconnect(look)
-        assert len(children) == 1
-        assert children == ids(lite.app)
 
 
 @pytest.mark.rabbitmq

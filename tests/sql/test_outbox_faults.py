@@ -162,38 +162,3 @@ def test_in_a_chain_of_follow_ups_whose_every_worker_is_killed_each_takes_effect
     stage.is_empty()
     assert stage.ledger.count("dies") == 3
     assert [stage.runs("chain", step) for step in range(1, 5)] == [1] * 4
-
-
-def test_messages_wait_for_a_broker_that_is_down(set_stage: SetStage, broker_proxy: Proxy):
-    stage = set_stage("postgresql")
-    stage.later("story may commit")
-    stage.send("begin", "story", 0)
-    wait_for(lambda: stage.ledger.count("waits"), 30, "the task to be at work")
-    broker_proxy.refuse()
-    broker_proxy.cut()
-    stage.open("story may commit")
-    wait_for(lambda: stage.steps("story") == [0], 20, "the commit")
-    wait_for(
-        lambda: [each.attempts > 0 for each in stage.pending()] == [True] * 3, 20, "the failures"
-    )
-    assert all(each.error for each in stage.pending())
-    wait_for(
-        lambda: stage.sweep() and stage.pending()[0].attempts > 1, 20, "another try", interval=0.4
-    )
-    assert stage.steps("story") == [0]
-
-    broker_proxy.heal()
-    stage.happens("story", 0, 1, 2, 3)
-    stage.is_empty()
-    assert [stage.runs("story", step) for step in range(4)] == [1, 1, 1, 1]
-
-
-def test_a_message_that_cannot_be_sent_holds_up_no_other(set_stage: SetStage):
-    stage = set_stage("postgresql")
-    stage.send("begin", "cursed", 0, "cursed")
-    stage.happens("cursed", 0, 1, 3)
-    (bad,) = stage.pending()
-    assert (bad.task, bad.error) == ("cursed", "LookupError: this queue is cursed")
-    stage.open("lift the curse")
-    stage.happens("cursed", 0, 1, 2, 3)
-    stage.is_empty()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import os
@@ -13,10 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 
-from celery_idempotent import IdempotentTask
-from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Claimed,
@@ -421,41 +417,6 @@ class TestForget:
         assert store.forget(KEY, **only) is True
         assert isinstance(ask(store), Claimed)
 
-    def test_what_an_operator_forgot_while_his_own_way_to_the_cache_was_slow_runs_again(
-        self, store, truth, link
-    ):
-        """The worker reaches the cache all the time."""
-        admin = HybridStore(copy.copy(store.cache), truth)
-        admin.cache.breaker = Breaker()
-        admin.cache._link = BadLink(link._link)
-        apps = [Celery("desk", broker="memory://", set_as_current=False) for _ in range(2)]
-        for app, its in zip(apps, (store, admin), strict=True):
-            app.conf.idempotency_store = its
-        runs = []
-
-        def run(k):
-            runs.append(k)
-            return len(runs)
-
-        apps[0].task(run, base=IdempotentTask, name="run", idempotency_key="k", shared=False)
-        task = apps[0].tasks["run"]
-        assert task.apply(("a",)).result == 1
-        identity = Identity(namespace="run", key="a")
-        seen = admin.get(identity)
-
-        def forget():
-            return operate(
-                apps[1], identity, OperationRequest("forget"), token=seen.token, state=seen.state
-            )
-
-        admin.cache._link.mode = "deaf"
-        with pytest.raises(StoreUnavailable):
-            forget()
-        admin.cache._link.mode = "well"
-        assert task.apply(("a",)).result == 1
-        assert forget() is Outcome.DONE
-        assert task.apply(("a",)).result == 2
-
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_mark_is_forgotten_without_a_dead_cache_and_so_is_a_copy_that_turns_up_again(
         self, store, link, truth, when
@@ -480,50 +441,6 @@ class TestForget:
             assert ask(store).record.token == token
         store.forget_mark(KEY, token=token)
         assert isinstance(ask(store), Claimed)
-
-    def test_a_task_without_retention_runs_each_time_also_while_the_cache_is_away(
-        self, store, link
-    ):
-        app = Celery("desk", broker="memory://", set_as_current=False)
-        app.conf.idempotency_store = store
-        runs = []
-
-        def run(k):
-            runs.append(k)
-
-        app.task(
-            run,
-            base=IdempotentTask,
-            name="run",
-            idempotency_key="k",
-            idempotency_retention=0,
-            shared=False,
-        )
-        task = app.tasks["run"]
-        for mode in ("well", "away", "away", "well", "deaf", "well"):
-            link.mode = mode
-            assert task.apply(("a",)).successful()
-        assert len(runs) == 6
-
-    def test_a_mark_is_not_forgotten_where_the_copy_would_go_on_answering(
-        self, store, private_redis
-    ):
-        full = HybridStore(
-            RedisCache(private_redis.url(), options={"socket_timeout": 5}), store.truth
-        )
-        token = complete(full).token
-        direct = redis.Redis.from_url(private_redis.url())
-        direct.config_set("min-replicas-to-write", 1)
-        try:
-            with pytest.raises(StoreUnavailable):
-                full.forget_mark(KEY, token=token)
-            assert isinstance(ask(full), Settled)
-        finally:
-            direct.config_set("min-replicas-to-write", 0)
-            direct.close()
-        full.forget_mark(KEY, token=token)
-        assert isinstance(ask(full), Claimed)
-        full.close()
 
     def test_a_tombstone_stays_until_its_own_forget_lifts_it(self, store, truth):
         complete(store)
@@ -693,24 +610,6 @@ class TestTrouble:
         finally:
             private_redis.thaw()
             store.close()
-
-    def test_a_restarted_server_s_data_are_not_believed(self, persistent_redis, truth):
-        store = HybridStore(
-            RedisCache(persistent_redis.url(), options={"socket_timeout": 5}), truth
-        )
-        complete(store)
-        assert isinstance(store.cache.look(KEY), Cached)
-        persistent_redis.kill()
-        persistent_redis.start()
-        direct = redis.Redis.from_url(persistent_redis.url())
-        assert [name for name in direct.scan_iter() if name.endswith(b"order-17")]
-        direct.close()
-        store.cache.breaker.succeeded()
-        with somebody_asks(truth, "claim", "retained"):
-            assert isinstance(ask(store), Settled)
-        with nobody_asks(truth):
-            assert isinstance(ask(store), Settled)
-        store.close()
 
     def test_a_wrong_password_is_told_once_and_costs_only_speed(self, private_redis, truth, caplog):
         url = private_redis.url().replace("//", "//nobody:secret@", 1)

@@ -251,14 +251,6 @@ class TestConnections:
         assert timeouts("redis://localhost") == (5, 2)
         assert timeouts("redis://localhost?socket_timeout=1.5") == (1.5, 2)
 
-    def test_a_restarted_server_is_found_again(self, private_redis, store):
-        claim(store)
-        private_redis.stop()
-        with pytest.raises(StoreUnavailable):
-            ask(store)
-        private_redis.start()
-        assert isinstance(ask(store), Claimed)
-
     def test_threads_share_a_store(self, store):
         def life(n):
             for m in range(50):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -323,41 +322,10 @@ class TestCluster:
         assert store.get(KEY).value == VALUE
         assert target.client.exists(name)
 
-    def test_threads_share_a_store(self, store):
-        errors = []
-
-        def life(n):
-            try:
-                for m in range(30):
-                    identity = Identity(namespace="charge", key=f"{n}-{m}")
-                    assert store.release(identity, token=claim(store, identity).token)
-            except BaseException as error:  # noqa: BLE001 - the test looks at it
-                errors.append(error)
-
-        threads = [threading.Thread(target=life, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-
     def test_every_bucket_can_be_reached(self, store):
         assert store.sweep(limit=10).interrupted == ()
         assert len(store._link._masters) == 16384
         assert BUCKETS == 1024
-
-    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-    def test_a_fork_leaves_the_parents_connections_alone(self, store):
-        record = claim(store)
-        pid = os.fork()
-        if not pid:
-            found = None
-            try:
-                found = store.get(KEY)
-            finally:
-                os._exit(0 if found == record else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert store.get(KEY) == record
 
 
 @contextlib.contextmanager

@@ -58,30 +58,6 @@ def test_a_preloaded_process_ends_with_the_one_that_asked_for_it_when_that_is_ki
 
 
 @pytest.mark.redis
-def test_a_private_redis_comes_back_empty_whatever_was_done_to_it(private_redis, request):
-    with connect(private_redis.url()) as client:
-        client.set("x", 1)
-    private_redis.freeze()
-    private_redis.thaw()
-    private_redis.kill()
-    private_redis.start()
-    with connect(private_redis.url()) as client:
-        assert client.dbsize() == 0
-
-
-@pytest.mark.redis
-def test_a_persistent_redis_keeps_its_data_over_a_crash(persistent_redis):
-    with connect(persistent_redis.url()) as client:
-        client.set("x", 1)
-    port = persistent_redis.port
-    persistent_redis.kill()
-    persistent_redis.start()
-    assert persistent_redis.port == port
-    with connect(persistent_redis.url()) as client:
-        assert client.get("x") == b"1"
-
-
-@pytest.mark.redis
 class TestProxy:
     def test_forwards_until_told_otherwise(self, redis_proxy: Proxy):
         with connect(redis_proxy.url()) as client:

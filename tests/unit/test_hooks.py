@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -118,14 +118,6 @@ def messages_of(base: type, **settings: Any) -> list[str]:
     return found
 
 
-def test_messages_of_an_app_without_tasks_of_ours_are_celerys(app):
-    """Though another app of the process has some."""
-    assert app.tasks["ours"].idempotency_definition()
-    messages = messages_of(Task)
-    assert len(messages) > 8
-    assert not [each for each in messages if "idempotency" in each]
-
-
 def test_so_are_those_of_an_app_that_is_switched_off():
     assert messages_of(IdempotentTask, idempotency_mode="off") == messages_of(Task)
     assert messages_of(IdempotentTask) != messages_of(Task)
@@ -142,41 +134,6 @@ def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):
     app.tasks["ours"].apply_async(idempotency_key="k", idempotency_scope="s")
     before_task_publish.disconnect(receive)
     assert not [name for name in found[0] if "idempotency" in name]
-
-
-def sent_by(app: Celery, send: Callable[[], object]) -> dict[str, Any]:
-    """What a call publishes: the headers and properties of its message."""
-    found: dict[str, Any] = {}
-
-    def receive(headers: Any, properties: Any, **_: Any) -> None:
-        found.update(headers=dict(headers), properties=dict(properties))
-
-    before_task_publish.connect(receive, weak=False)
-    try:
-        send()
-    finally:
-        before_task_publish.disconnect(receive)
-    return found
-
-
-@pytest.fixture
-def producer() -> Iterator[Celery]:
-    """An app that knows tasks by their names alone."""
-    app = Celery("producer", broker="memory://", set_as_current=False)
-    yield app
-    app.close()
-
-
-def test_an_app_beside_one_with_idempotent_tasks_is_left_alone(app, producer):
-    """Even what it says in the same words may mean something else there."""
-    assert app.tasks["ours"].idempotency_definition()
-    headers = {"idempotency_key": "its own"}
-    message = sent_by(producer, lambda: producer.send_task("pay", headers=headers))
-    assert message["headers"]["idempotency_key"] == "its own"
-    assert "idempotency" not in message["headers"]
-    steps = chain(producer.signature("a"), producer.signature("b"), app=producer)
-    message = sent_by(producer, lambda: steps.apply_async(idempotency_key="its own"))
-    assert message["properties"]["idempotency_key"] == "its own"
 
 
 _SNAPSHOT = """

@@ -211,25 +211,6 @@ def test_keys_that_differ_never_share_their_text(one: Any, other: Any):
     assert (texts[0] == texts[1]) is same
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (("1_b-2", "3"), ("1", "2_b-3")),
-        (("a_b", "c"), ("a", "b_c")),
-        (("a", "b"), "a,b"),
-        (("a", "b"), '["a","b"]'),
-        (("a",), "a"),
-        ((("a",),), ("a",)),
-        ((1, "2"), ("1", 2)),
-        (1, "1"),
-        ("1", '"1"'),
-        ("01", 1),
-    ],
-)
-def test_the_classic_mistakes_of_joining_are_not_made(one: object, other: object):
-    assert canonical(one, task=TASK) != canonical(other, task=TASK)
-
-
 @given(raw_key.filter(lambda raw: raw not in ("", [])))
 @pytest.mark.parametrize("serializer", ["json", "pickle"])
 def test_a_key_is_the_same_on_both_sides_of_the_broker(serializer: str, raw: Any):
@@ -381,20 +362,6 @@ def test_binding_does_what_a_call_does(function: Any, call: tuple[list[int], dic
         got = {name: bound.get(name) or empty.get(name, 0) for name in expected}
         assert got == expected
         assert bound.call(function) == expected
-
-
-@given(functions(), calls)
-def test_binding_agrees_with_inspect(function: Any, call: tuple[list[int], dict[str, int]]):
-    args, kwargs = call
-    signature = inspect.signature(function)
-    only = {p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY}
-    assume(not only & kwargs.keys())  # inspect is wrong about f(1, a=2) of f(a, /, **kwargs) < 3.13
-    try:
-        expected = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        expected = None
-    bound = Parameters(signature).bind(args, kwargs)
-    assert (bound and bound.given) == expected
 
 
 def test_no_arguments_may_be_none_as_celery_has_it():

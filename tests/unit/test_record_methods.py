@@ -42,7 +42,7 @@ def test_what_means_nothing_for_a_record_is_not_done(store, task, operation):
     assert store.get(identity("done")) == before
 
 
-@pytest.mark.parametrize("operation", ["release", "requeue", "fail"])
+@pytest.mark.parametrize("operation", ["release", "requeue", "fail", "forget"])
 def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(store, task, operation):
     claim(store, "busy", message=b"", on_stale="requeue")
     operate = getattr(task, f"idempotency_{operation}")

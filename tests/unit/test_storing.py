@@ -218,6 +218,16 @@ def test_one_that_is_ignored_is_not_stored(shop: Shop):
     task_id = shop.run("quiet", "refused")
     assert shop.asked == ["EVALSHA", "EVALSHA"]
     assert shop.stored(task_id)[0] is None
+    # A publisher that does not know the task says nothing of it.
+    assert shop.stored(shop.run("quiet", ignore_result=None))[0] is None
+
+
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="the message decides from Celery 5.7 on")
+def test_the_message_decides_whether_it_is_ignored(shop: Shop):
+    ignored, wanted = shop.run("pay", ignore_result=True), shop.run("quiet", ignore_result=False)
+    assert shop.stored(ignored)[0] is None
+    assert shop.app.AsyncResult(wanted).state == "SUCCESS"
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
 
 
 LINK = Signature("plain", args=("x",), immutable=True)

@@ -36,9 +36,7 @@ from celery_idempotent import (
 from celery_idempotent.celery import republish
 from celery_idempotent.celery.receivers import make_store
 from celery_idempotent.celery.undelivered import outcome_of
-from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
-from celery_idempotent.signals import forgotten
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.apps import redefine
@@ -424,79 +422,6 @@ class TestDelivery:
         deliver(app, message)
         assert runs == ["o-1", "o-1"]
 
-    def test_a_live_claim_is_not_forgotten_unless_that_is_forced_with_a_reason(
-        self, charge, store, caplog
-    ):
-        told: list[Any] = []
-
-        def tell(sender: Any, event: Any, **_: Any) -> None:
-            told.append(event)
-
-        claimed = store.claim(
-            ClaimRequest(
-                identity=Identity(namespace="shop.charge", key="o-1"),
-                attempt=b"12345678",
-                lease_ms=60_000,
-                keep_ms=60_000,
-                task_id="first",
-                worker="host:1",
-            )
-        )
-        forgotten.connect(tell)
-        try:
-            with pytest.raises(InProgress, match="held by first@host:1") as refused:
-                charge.idempotency_forget("o-1", reason="stuck")
-            assert refused.value.task_id == "first"
-            with pytest.raises(ValueError, match="say why"):
-                charge.idempotency_forget("o-1", force=True)
-            assert charge.idempotency_record("o-1") == claimed.record
-            assert told == []
-            assert charge.idempotency_forget(
-                "o-1", reason="its host is gone", who="ada", force=True
-            )
-            assert charge.idempotency_record("o-1") is None
-        finally:
-            forgotten.disconnect(tell)
-        (event,) = told
-        assert (event.who, event.reason) == ("ada", "its host is gone")
-        assert (event.identity, event.record) == (claimed.record.identity, claimed.record)
-        (line,) = [
-            each.getMessage() for each in caplog.records if "ada forgot" in each.getMessage()
-        ]
-        assert line == "idempotency: ada forgot shop.charge key o-1: its host is gone"
-
-    def test_a_stale_or_settled_record_is_forgotten_without_force(self, charge, store, caplog):
-        identity = Identity(namespace="shop.charge", key="o-1")
-        claim = {"identity": identity, "attempt": b"12345678", "keep_ms": 60_000}
-        store.claim(ClaimRequest(**claim, lease_ms=0))
-        assert charge.idempotency_forget("o-1") is True
-        answer = store.claim(ClaimRequest(**claim, lease_ms=60_000))
-        store.settle(
-            SettleRequest(record=answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
-        )
-        assert charge.idempotency_forget("o-1") is True
-        # Nobody is named: it was this process.
-        assert caplog.text.count(f"{worker_name(os.getpid())} forgot") == 2
-
-    def test_a_key_that_is_claimed_while_it_is_forgotten_keeps_its_live_claim(
-        self, charge, store, monkeypatch
-    ):
-        identity = Identity(namespace="shop.charge", key="o-1")
-        claim = {"identity": identity, "keep_ms": 60_000}
-        store.claim(ClaimRequest(**claim, attempt=b"12345678", lease_ms=0))
-        forget = store.forget
-
-        def overtaken(*args: Any, **kwargs: Any) -> Any:
-            monkeypatch.undo()
-            store.claim(ClaimRequest(**claim, attempt=b"87654321", lease_ms=60_000))
-            done: bool = forget(*args, **kwargs)
-            return done
-
-        monkeypatch.setattr(store, "forget", overtaken)
-        with pytest.raises(InProgress):
-            charge.idempotency_forget("o-1")
-        assert store.get(identity).attempts == 2
-
     def test_a_result_that_was_not_kept_comes_from_the_result_backend(
         self, app, published, runs, store
     ):
@@ -806,17 +731,6 @@ class TestAMessageThatCannotBePublishedAgain:
         back = deliver(app, message)
         assert (back.info.state, len(pauses)) == ("REJECTED", 1)
         deliver(app, message, redelivered=True)
-        assert (runs, len(pauses)) == (["k"], 3)
-
-    def test_is_not_given_back_where_it_was_acknowledged(
-        self, app, store, published, runs, task, pauses
-    ):
-        task.acks_late = False
-        message = send(published, task, "k")
-        other = hold(store, "k", "t")
-        self.refuse(app, OperationalError("gone"))
-        self.meanwhile = lambda: store.release(other.identity, token=other.token)
-        deliver(app, message)
         assert (runs, len(pauses)) == (["k"], 3)
 
     def test_comes_back_with_its_callbacks_though_a_soft_time_limit_strikes_while_it_waits(

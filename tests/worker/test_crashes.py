@@ -7,16 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
 from celery.exceptions import WorkerLostError
 
-from celery_idempotent import State, TooManyCrashes, get_store
-from celery_idempotent.celery.reaper import SWEEP, sweep
-from celery_idempotent.records import ClaimRequest, Identity
+from celery_idempotent import State
+from celery_idempotent.celery.reaper import SWEEP
 from tests.support.preloaded import Process, spawn
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
@@ -79,18 +77,6 @@ def test_a_lost_worker_is_followed_by_another_one(broker, open_site, key, gate):
     names = states.names()
     assert set(names) <= {"STARTED", "SUCCESS"}
     assert [each["result"] for each in states.stored() if each["status"] == "SUCCESS"] == [answer]
-
-
-def test_a_task_that_kills_its_process_every_time_is_given_up(open_site, key):
-    site = open_site("redis", idempotency_max_crashes=1)
-    site.worker(concurrency=2)
-    result = site.publish("killing", key)
-    with pytest.raises(TooManyCrashes) as raised:
-        result.get(timeout=40)
-    assert raised.value.crashes == 2
-    assert site.ledger.count("start", key) == 2
-    record = site.record("killing", key)
-    assert (record.state, record.crashes) == (State.FAILED, 2)
 
 
 class TestTheSweep:
@@ -157,23 +143,6 @@ class TestTheSweep:
         site.publish("keyed", key, 0.0, gate.path).get(timeout=30)
         record = site.record("keyed", key)
         assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
-
-    def test_running_several_times_at_once_interrupts_each_record_once(self, shared):
-        sweep(shared.app)  # what others may have left
-        store = get_store(shared.app)
-        identities = [Identity(namespace="stale", key=uuid.uuid4().hex) for _ in range(300)]
-        for identity in identities:
-            store.claim(
-                ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
-            )
-        # Each of the four processes is busy sweeping at the same time as the others.
-        published = [shared.publish(SWEEP) for _ in range(8)]
-        counts = [each.get(timeout=20)["interrupted"] for each in published]
-        assert sum(counts) == 300, counts
-        records = [store.get(identity) for identity in identities]
-        assert {(each.state, each.crashes) for each in records if each} == {(State.INTERRUPTED, 1)}
-        assert all(records)
-        assert all(shared.ledger.count("interrupted", each.key) == 1 for each in identities[::10])
 
 
 class TestEarlyAcks:

@@ -94,23 +94,6 @@ class TestOneKey:
         assert record.state is State.COMPLETED
         assert record.task_id == shared.ledger.entries("start", key)[0].task_id
 
-    def test_is_answered_by_its_record_when_the_result_backend_forgot(self, shared, key):
-        first = shared.publish("keyed", key)
-        answer = first.get(timeout=20)
-        first.forget()
-        assert first.state == "PENDING"
-        assert shared.publish("keyed", key).get(timeout=20) == answer
-        assert shared.ledger.count("start", key) == 1
-
-    def test_with_other_arguments_is_refused_without_a_run(self, shared, key):
-        first = shared.publish("keyed", key, 0.0).get(timeout=20)
-        other = shared.publish("keyed", key, 0.01)
-        with pytest.raises(FingerprintMismatch, match="other arguments"):
-            other.get(timeout=20)
-        assert other.state == "FAILURE"
-        assert shared.ledger.count("start", key) == 1
-        assert shared.publish("keyed", key, 0.0).get(timeout=20) == first
-
     def test_of_a_task_without_a_rule_can_be_given_with_each_call(self, shared, key):
         tasks = shared.app.tasks
         calls = [
@@ -284,22 +267,6 @@ class TestAConflict:
         times = [each.time for each in shared.ledger.entries("conflicted", task_id=second.id)]
         gaps = [later - earlier for earlier, later in pairwise(times)]
         assert all(gap > least for gap, least in zip(gaps, (0.45, 0.95), strict=False)), gaps
-
-    def test_does_not_use_up_the_retries_of_the_task(self, shared, key, gate):
-        first = shared.publish("moody", key, gate.path)
-        wait_for_phase(shared, 1, "start", key=key)
-        second = shared.publish("moody", key, gate.path)
-        wait_for_phase(shared, 2, "conflicted", task_id=second.id)
-        gate.open()
-        with pytest.raises(RuntimeError, match="not today"):
-            first.get(timeout=20)
-        # It has one retry; two conflicts came before it.
-        assert second.get(timeout=20)["retries"] == 1
-        assert [each.task_id for each in shared.ledger.entries("start", key)] == [
-            first.id,
-            second.id,
-            second.id,
-        ]
 
     def test_is_raised_where_the_task_says_so_and_names_the_holder(self, shared, key, gate):
         first = shared.publish("raising", key, 0.0, gate.path)
