@@ -14,7 +14,7 @@ from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store
-from tests.admin.pages import LIST, address, keys, text
+from tests.admin.pages import address, text
 from tests.support.admin import claim, settle
 
 Serve = Callable[..., Any]
@@ -99,19 +99,3 @@ def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Cli
     error = _ResponseCodec(http_options(), "view").dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
     assert "FailedByOperator: given up" in text(operator.get(address(about)))
-
-
-@pytest.mark.parametrize(
-    ("pk", "typed"),
-    [(17, "user 17"), ("ab-1", "user ab-1"), (17, '["user",17]'), ("007", "user 007")],
-)
-def test_a_key_of_a_view_is_found_by_key_and_user(
-    memory: Store, serve: Serve, operator: Client, pk: object, typed: str
-) -> None:
-    serve(memory)
-    settle(memory, claim(memory, of_user("a", pk)), stored=response(b"1"))
-    settle(memory, claim(memory, of_user("b", "other")), stored=response(b"1"))
-    assert keys(operator.get(LIST, {"key": "a", "scope": typed})) == {"a"}
-    assert keys(operator.get(LIST, {"scope": typed})) == {"a"}
-    assert keys(operator.get(LIST, {"key": "a", "scope": typed, "task": "http"})) == {"a"}
-    assert keys(operator.get(LIST, {"key": "a"})) == {"a"}, "whoever sent it"

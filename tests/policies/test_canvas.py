@@ -200,20 +200,6 @@ class TestCrashes:
 
 
 class TestErrbacks:
-    def test_a_redelivered_failure_is_silent_after_its_errbacks_were_sent(self, on_redis, key):
-        say = Say(on_redis, key)
-        tail = chain(say("a", name="refuse"), say("b"))
-        tail.link_error(say.mourn("x"))
-        result = tail.apply_async()
-        with pytest.raises(Exception, match="expired"):
-            result.get(timeout=PATIENCE)
-        on_redis.idle(key)
-        before = on_redis.receipts(key)
-        on_redis.deliver_again(before[0])
-        on_redis.idle(key)
-        assert [e["id"] for e in on_redis.receipts(key)[len(before) :]] == [before[0]["id"]]
-        assert on_redis.effects(key) == {f"{key}/a": 1, f"{key}/x": 1}
-
     def test_a_failed_member_fails_its_chord_once(self, on_redis, key):
         say = Say(on_redis, key)
         body = say("d")
