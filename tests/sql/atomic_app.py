@@ -18,7 +18,7 @@ from typing import Any
 
 import django
 from celery import Celery, signals
-from django.db import OperationalError, connection
+from django.db import connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
@@ -165,25 +165,6 @@ def hand_over(self: Any, key: str) -> None:
     write("effects", key, self.idempotency.token)
     write("effects", f"{key} again", self.idempotency.token)
     raise self.replace(follow.s(key))
-
-
-@app.task(
-    base=IdempotentTask,
-    name="book",
-    idempotency_key="key",
-    idempotency_atomic=True,
-    autoretry_for=(OperationalError,),
-    max_retries=None,
-    retry_kwargs={"countdown": 0.02},
-    shared=False,
-)
-def book(key: str) -> str:
-    """Read what all others write, and write what they read."""
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*), sum(token) FROM effects")
-        ((count, _),) = cursor.fetchall()
-    write("effects", key, count)
-    return f"paid {key}"
 
 
 @app.task(

@@ -35,24 +35,11 @@ KEPT = {"CONN_MAX_AGE": None, "CONN_HEALTH_CHECKS": True}
 REUSED = {"CELERY_DB_REUSE_MAX": 1_000}
 #: How many keys the last test has.
 SOAK = int(os.environ.get("CELERY_IDEMPOTENT_SOAK", "150"))
-#: Lets a COMMIT of PostgreSQL take a second.
-SLOW_COMMIT = (
-    """CREATE OR REPLACE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS
-    $$ BEGIN PERFORM pg_sleep(1); RETURN NULL; END $$""",
-    """CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
-    FOR EACH ROW WHEN (new.name = 'order') EXECUTE FUNCTION slowly()""",
-)
-AT_THE_COMMIT = (
-    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
-    " AND query = 'COMMIT' AND state = 'active'"
-)
 #: What test_atomic shows of each vendor with a process of its own, workers show of one.
 _MARIADB = pytest.param("mariadb", marks=pytest.mark.wide)
 _SQLITE = pytest.param("sqlite", marks=pytest.mark.wide)
 POSTGRESQL = pytest.mark.parametrize("vendor", ["postgresql", _MARIADB, _SQLITE])
 SERVERS = pytest.mark.parametrize("vendor", ["postgresql", _MARIADB])
-#: How many operations collide.
-CONTENDED = 250
 
 
 class Till:
@@ -374,80 +361,6 @@ class TestCommits:
             assert (proxy.lost, proxy.swallowed) == ((1, 0) if when == "before" else (0, 1))
             # What was rolled back left nothing behind, and is done again at once.
             assert place.ledger.count("inside", "order") == (2 if when == "before" else 1)
-
-    @SERVERS
-    def test_one_that_is_still_at_work_is_waited_for_though_a_sweep_took_the_claim(
-        self, till, vendor
-    ):
-        """::
-
-        worker    claim ─ BEGIN ─ body ─────────── settle ─ COMMIT ─✂─ wait for the row ─────────┬─ SUCCESS
-        sweep             (its lease ran out) ─ interrupt                                        │
-        database                                            (checks, syncs, …) ────── committed ─┘
-        """
-        place = till(vendor)
-        from django.db import connections
-
-        there = connections.databases[place.alias]
-        with Proxy(there["HOST"], int(there["PORT"])) as proxy:
-            database: dict[str, Any] = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-            if vendor == "mariadb":
-                database["OPTIONS"] = {"read_timeout": 1}
-            else:
-                for statement in SLOW_COMMIT:
-                    databases.execute(place.alias, statement)
-            place.worker("worker", database=database)
-            hold = place.plan("hold", "order")
-            result = place.pay("order")
-            wait_for(lambda: place.ledger.count("inside", "order") == 1, PATIENCE, "the payment")
-            record = place.record("order")
-            assert place.store.interrupt(record.identity, token=record.token) is not None
-            if vendor == "mariadb":
-                proxy.hold_requests(b"COMMIT")
-            hold.unlink()
-            if vendor == "mariadb":
-                wait_for(lambda: proxy.held == 1, PATIENCE, "the COMMIT")
-                wait_for(
-                    lambda: databases.waits(place.alias) or result.ready(),
-                    PATIENCE,
-                    "the worker to wait for the row",
-                    interval=0.15,
-                )
-                proxy.heal()
-            else:
-                wait_for(lambda: databases.rows(place.alias, AT_THE_COMMIT), PATIENCE, "the COMMIT")
-                proxy.cut()
-            place.agree("order", result)
-            assert place.ledger.count("inside", "order") == 1, "it ran again"
-            assert place.record("order").crashes == 1
-
-
-class TestContention:
-    @pytest.mark.parametrize(
-        ("vendor", "level", "count"),
-        [
-            pytest.param("postgresql", "serializable", CONTENDED, marks=pytest.mark.wide),
-            pytest.param("mariadb", "serializable", CONTENDED // 5, marks=pytest.mark.wide),
-            ("sqlite", "", CONTENDED // 5),
-        ],
-    )
-    def test_operations_that_collide_at_every_end_are_all_done_and_each_once(
-        self, till, vendor, level, count
-    ):
-        """PostgreSQL refuses most of them at the settle or the COMMIT, which ``autoretry_for`` does not see."""
-        place = till(vendor)
-        options = databases.isolation(vendor, level) if level else {"timeout": 20}
-        worker = place.worker("worker", concurrency=4, database={"OPTIONS": options})
-        results = {f"seat {n}": place.pay(f"seat {n}", task="book") for n in range(count)}
-        states = []
-        for result in results.values():
-            wait_for(result.ready, 2 * PATIENCE, lambda: place.said_about(result.id))  # noqa: B023
-            states.append(result.state)
-        assert states == ["SUCCESS"] * count
-        rows = databases.rows(place.alias, "SELECT name FROM effects")
-        assert sorted(name for (name,) in rows) == sorted(results)
-        if vendor == "postgresql":
-            assert "runs again at once" in worker.log, "nothing collided at its end"
 
 
 class TestPersistentConnections:

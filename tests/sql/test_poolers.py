@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from tests.sql import databases
-from tests.sql.databases import rows, shift
+from tests.sql.databases import shift
 
 pytest.importorskip("django")
 
@@ -184,46 +183,6 @@ class TestPgBouncer:
 
     def test_every_verb(self, open_pooled):
         use_every_verb(open_pooled(default_pool_size=2))
-
-    def test_claims_of_many_threads_share_few_sessions(self, open_pooled):
-        """More connections than sessions, in lease mode and in transactions: each key has one winner."""
-        store = open_pooled(default_pool_size=2)
-        sessions = (
-            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
-            " AND pid <> pg_backend_pid()"
-        )
-        others = set(rows("direct", sessions))  # of tests before this one
-        keys = [Identity(namespace="charge", key=f"order-{n}") for n in range(20)]
-
-        def work(number: int) -> list[Identity]:
-            won = []
-            try:
-                for key in keys:
-                    answer = store.claim(
-                        ClaimRequest(
-                            identity=key, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000
-                        )
-                    )
-                    if not isinstance(answer, Claimed):
-                        continue
-                    won.append(key)
-                    end = SettleRequest(
-                        record=answer.record, state=State.COMPLETED, value=VALUE, keep_ms=60_000
-                    )
-                    if number % 2:
-                        with store.transaction(answer.record) as run:
-                            run.settle(end)
-                    else:
-                        assert store.settle(end)
-                return won
-            finally:
-                connections[store.alias].close()
-
-        with ThreadPoolExecutor(6) as pool:
-            won = [key for each in pool.map(work, range(6)) for key in each]
-        assert sorted(map(str, won)) == sorted(map(str, keys))
-        assert {store.get(key).state for key in keys} == {State.COMPLETED}
-        assert len(set(rows("direct", sessions)) - others) <= 2
 
     @pytest.mark.parametrize("wait", [True, False], ids=["ended by the pooler", "for ever"])
     def test_frozen_runs_that_hold_all_sessions_keep_the_claim_out_that_would_end_them(

@@ -242,30 +242,6 @@ def test_a_forked_child_uses_connections_of_its_own(server_store: DjangoStore):
         assert claim(store).record.state is State.COMPLETED
 
 
-def test_an_interrupted_verb_leaves_nothing_half_done(
-    store: DjangoStore, monkeypatch: pytest.MonkeyPatch
-):
-    """A time limit strikes between the two statements of a claim."""
-    from celery_idempotent.django.sql import rows as module
-
-    class Struck(BaseException):
-        pass
-
-    def strike(*_: object) -> None:
-        raise Struck
-
-    interrupted = claimed(store)
-    assert store.interrupt(KEY, token=interrupted.token)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_lease", strike)
-        with pytest.raises(Struck):
-            claim(store)
-    found = store.get(KEY)
-    assert found is not None
-    assert (found.state, found.token) == (State.INTERRUPTED, interrupted.token)
-    assert claimed(store).attempts == 2
-
-
 def make_impatient(store: DjangoStore, patch: pytest.MonkeyPatch) -> None:
     """Let statements wait for a row no longer than a test would."""
     from celery_idempotent.django.sql import atomic, shortcuts

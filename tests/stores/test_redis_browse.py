@@ -60,23 +60,6 @@ def all_keys(store: RedisStore, selection: Selection, **how: Any) -> list[str]:
             return found
 
 
-def test_a_page_may_end_in_the_middle_of_a_bucket(redis_store):
-    wanted = in_one_bucket(12)
-    for identity in wanted:
-        claim(redis_store, identity)
-    assert sorted(all_keys(redis_store, PROCESSING, limit=5)) == sorted(w.key for w in wanted)
-
-
-@pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_the_pages_of_a_scan_leave_nothing_out(redis_store, limit):
-    wanted = [f"{n}" for n in range(40)]
-    for key in wanted:
-        claim(redis_store, Identity(namespace="charge", key=key), complete=True)
-    found = all_keys(redis_store, COMPLETED, limit=limit)
-    # A rehash between two pages may show a key twice, and never hides one.
-    assert sorted(set(found)) == sorted(wanted)
-
-
 class AnyOrder:
     """Gives the keys of a step of a scan in another order each time, as a server does that resizes its table."""
 

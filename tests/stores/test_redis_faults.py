@@ -251,21 +251,6 @@ class TestConnections:
         assert timeouts("redis://localhost") == (5, 2)
         assert timeouts("redis://localhost?socket_timeout=1.5") == (1.5, 2)
 
-    def test_threads_share_a_store(self, store):
-        def life(n):
-            for m in range(50):
-                identity = Identity(namespace="charge", key=f"{n}-{m}")
-                record = claim(store, identity, task_id=f"{n}-{m}")
-                value = Stored(
-                    content_type="text/plain", content_encoding="utf-8", body=b"%d-%d" % (n, m)
-                )
-                assert complete(store, record, value)
-                found = store.get(identity)
-                assert (found.task_id, found.value) == (f"{n}-{m}", value)
-
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(life, range(8)))
-
 
 class TestScripts:
     def test_a_server_that_lost_the_scripts_gets_them_again(self, store, direct):

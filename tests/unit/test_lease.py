@@ -155,16 +155,6 @@ class TestClaim:
         with pytest.raises(LeaseLost):
             claim.ensure()
 
-    @pytest.mark.parametrize("ask", [Claim.renew, Claim.ensure])
-    def test_a_store_that_is_away_for_less_than_the_lease_is_asked_until_it_answers(
-        self, store: Store, ask
-    ):
-        claim = take(store, lease_ms=60_000)
-        store.errors = [StoreUnavailable("away")] * 4
-        ask(claim)
-        assert len(store.renewals) == 5
-        assert claim.phase is Phase.RUNNING
-
     def test_a_store_that_is_away_for_longer_is_not_a_lost_claim(self, store: Store):
         claim = take(store, lease_ms=400)
         store.errors = [StoreUnavailable("away")] * 1000

@@ -147,35 +147,6 @@ def test_the_source_distribution_has_all_that_its_tests_read(tmp_path):
     assert wanted - there == set()
 
 
-@pytest.mark.parametrize(
-    ("given", "anew"), [((), False), (("PYTHON={same}",), False), (("PYTHON={other}",), True)]
-)
-def test_make_takes_another_interpreter_where_there_is_an_environment_already(
-    tmp_path, given, anew
-):
-    for name in ("Makefile", "setup.cfg", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    for stamp in (".created", ".dev"):
-        (tmp_path / ".venv" / stamp).touch()
-    other = tmp_path / "python9.9"
-    other.write_text("#!/bin/sh\necho /elsewhere 151584768\n")
-    other.chmod(0o755)
-    given = [each.format(same=sys.executable, other=other) for each in given]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
-    done = subprocess.run(
-        ["make", "--dry-run", "lint", *given],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert (f"{other} -m venv --clear .venv" in done.stdout) is anew
-    assert ("-m venv" in done.stdout) is anew
-
-
 def test_public_names_are_sorted_and_there():
     names = list(celery_idempotent.__all__)
     # As ruff sorts them: constants, then classes, then the rest.

@@ -355,24 +355,6 @@ class TestFunctions:
 class TestWhatTheUserSet:
     """Reading Celery's settings in every form that Celery takes."""
 
-    def test_nothing_set_is_nothing_found(self):
-        app = Celery("empty", set_as_current=False)
-        assert own_settings(app) == []
-        assert not is_explicit(app, "task_acks_late")
-
-    @pytest.mark.parametrize("value", [True, False])
-    def test_a_setting_by_attribute_update_or_keyword(self, value):
-        by_attribute = Celery("a", set_as_current=False)
-        by_attribute.conf.task_acks_late = value
-        by_update = Celery("b", set_as_current=False)
-        by_update.conf.update(task_acks_late=value, idempotency_lease=3)
-        by_keyword = Celery("c", set_as_current=False, task_acks_late=value, idempotency_lease=3)
-        for app in (by_attribute, by_update, by_keyword):
-            assert is_explicit(app, "task_acks_late")
-            assert not is_explicit(app, "task_reject_on_worker_lost")
-        for app in (by_update, by_keyword):
-            assert "idempotency_lease" in own_settings(app)
-
     @pytest.mark.parametrize("old", [False, True])
     def test_a_config_object(self, old):
         app = Celery("d", set_as_current=False)
@@ -380,22 +362,6 @@ class TestWhatTheUserSet:
         app.config_from_object(SimpleNamespace(**{name: False}))
         assert is_explicit(app, "task_acks_late")
         assert not is_explicit(app, "task_reject_on_worker_lost")
-
-    def test_a_namespaced_config_object(self):
-        app = Celery("e", set_as_current=False)
-        app.config_from_object(
-            SimpleNamespace(
-                CELERY_TASK_ACKS_LATE=False, CELERY_IDEMPOTENCY_LEASE=3, IDEMPOTENCY_X=1
-            ),
-            namespace="CELERY",
-        )
-        assert is_explicit(app, "task_acks_late")
-        assert own_settings(app) == ["idempotency_lease"]
-
-    def test_a_namespaced_config_in_a_dict(self):
-        app = Celery("f", set_as_current=False)
-        app.config_from_object({"CELERY_TASK_ACKS_LATE": True}, namespace="CELERY")
-        assert is_explicit(app, "task_acks_late")
 
     def test_a_setting_made_after_the_config_object(self):
         app = Celery("g", set_as_current=False)

@@ -320,26 +320,6 @@ class TestLostChild:
         lost.on_failure(einfo(WorkerLostError()))
         assert lost.answers == ["reject"]
 
-    def test_an_undertaker_gives_up_after_a_lease(self, make, store, task, child, monkeypatch):
-        monkeypatch.setattr(
-            request, "time", SimpleNamespace(monotonic=fast_clock(), sleep=lambda _: None)
-        )
-        before = hold(store, task, child.pid)
-        make(child.pid).on_timeout(soft=False, timeout=5)
-        wait_for(lambda: not undertakers(), what="the undertaker to give up")
-        assert store.get(identity()) == before
-
-
-def fast_clock() -> Callable[[], float]:
-    """A clock on which every look takes a second."""
-    now = [0.0]
-
-    def monotonic() -> float:
-        now[0] += 1
-        return now[0]
-
-    return monotonic
-
 
 class TestWhoseClaim:
     """Only the claim of this message in this child, never one of somebody else."""

@@ -23,7 +23,6 @@ from celery.utils.dispatch import Signal
 from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
     StoreUnavailable,
-    TooManyCrashes,
 )
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol import claiming, endings, lease, runner
@@ -411,24 +410,6 @@ class TestPoison:
         self.crash(memory, 3)
         assert execute(lambda: "ran") == Ran("ran")
 
-    @pytest.mark.parametrize("swept", [True, False])
-    def test_a_crash_counts_once_whether_a_sweep_or_the_next_claim_finds_it(
-        self, execute, memory, clock, swept
-    ):
-        def crash() -> None:
-            claim(memory, lease_ms=1000)
-            clock.advance(1001)
-            if swept:
-                memory.sweep(limit=10)
-
-        for _ in range(2):
-            crash()
-        with pytest.raises(ValueError):
-            execute(raising(ValueError()), max_crashes=2, permanent_errors=())
-        for _ in range(3):
-            crash()
-        assert execute(never, max_crashes=2).record.state is State.FAILED
-
     def test_one_more_fails_it_without_a_run(self, execute, memory, events, caplog):
         self.crash(memory, 4)
         answer = execute(never)
@@ -437,19 +418,6 @@ class TestPoison:
         assert text_of(answer.record).startswith(b"TooManyCrashes(")
         assert names(events) == ["settled", "replayed"]
         assert "4 runs of shop.charge key order-17 ended in a crash" in caplog.text
-
-    def test_the_stored_error_tells_how_many(self, execute, memory):
-        errors = []
-
-        class Codec(TextCodec):
-            def dump_error(self, error: BaseException) -> Stored | None:
-                errors.append(error)
-                return super().dump_value(error)
-
-        self.crash(memory, 5)
-        execute(never, codec=Codec())
-        assert isinstance(errors[0], TooManyCrashes)
-        assert errors[0].crashes == 5
 
     def test_where_a_person_is_to_look_the_first_crash_is_the_last(self, execute, memory):
         self.crash(memory, 1)
@@ -483,26 +451,6 @@ class TestObserving:
 
         with pytest.raises(ValueError, match="declined"):
             execute(body, mode="observe", lease_ms=1000)
-
-    def test_a_step_runs_each_time(self, execute):
-        ran = []
-
-        class Codec(TextCodec):
-            def dump_step(self, name: str, value: object) -> object:
-                return value
-
-            def load_value(self, stored: object) -> object:
-                return stored
-
-        def body(fails: bool) -> None:
-            current_claim().step("charge", lambda: ran.append(1))
-            if fails:
-                raise ValueError
-
-        with pytest.raises(ValueError):
-            execute(partial(body, True), mode="observe", codec=Codec())
-        execute(partial(body, False), mode="observe", codec=Codec())
-        assert len(ran) == 2
 
     @pytest.mark.parametrize("how", ["the store is away", "the claim is gone"])
     def test_a_run_goes_on_where_its_claim_cannot_be_renewed(self, execute, memory, store, how):

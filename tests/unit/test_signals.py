@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from celery.utils.dispatch import Signal
 
-from celery_idempotent import IdempotentTask, get_store, signals
+from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.celery import reaper
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
@@ -133,19 +133,6 @@ def test_a_sweep_tells_interrupted_for_each_and_swept_once(task, app, seen, stor
     assert interrupted["a"].task == "shop.charge"
 
 
-def test_without_receivers_nothing_is_built(task, monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("an event was built for nobody")
-
-    # Of other tests' projects in this process.
-    for each in vars(signals).values():
-        if isinstance(each, Signal):
-            monkeypatch.setattr(each, "receivers", [])
-    monkeypatch.setattr("celery_idempotent.protocol.telling.Event", refuse)
-    task.apply(("o",)).get()
-    task.apply(("o",)).get()
-
-
 def hold(store: MemoryStore, key: str) -> Any:
     answer = store.claim(
         ClaimRequest(
@@ -159,10 +146,6 @@ def hold(store: MemoryStore, key: str) -> Any:
     )
     assert isinstance(answer, Claimed)
     return answer.record
-
-
-def test_the_store_of_the_app_is_the_one_of_the_setting(app, store):
-    assert get_store(app) is store
 
 
 def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(task, caplog):

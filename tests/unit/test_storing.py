@@ -496,44 +496,6 @@ def test_hooks_and_signals_find_a_result_that_is_stored_and_the_backend_as_ever(
         assert {each[1:] for each in heard} == {(not what, RedisBackend, state)}
 
 
-def test_a_receiver_that_looks_at_the_backend_takes_nothing_away(shop: Shop):
-    from celery_idempotent import signals as outcomes
-
-    found: list[Any] = []
-
-    def look(sender: Any, **_: Any) -> None:
-        found.extend([type(sender.backend), sender.AsyncResult("another").state])
-
-    outcomes.settled.connect(look)
-    try:
-        shop.run("pay")
-    finally:
-        outcomes.settled.disconnect(look)
-    assert found == [RedisBackend, "PENDING"]
-    assert shop.asked == ["EVALSHA", "EVALSHA", "GET"]  # which is that look
-
-
-def test_another_id_is_stored_whoever_asks_first(shop: Shop):
-    """Somebody between the task and the tracer asks for the backend: only what is stored is left out."""
-    task: Any = shop.app.tasks["pay"]
-    seen = []
-    inner = type(task).__call__
-
-    def outer(self: Any, *args: Any, **options: Any) -> Any:
-        value = inner(self, *args, **options)
-        backend = self.backend
-        backend.mark_as_done("another", "x", None)
-        backend.mark_as_failure("a third", ValueError("no"))
-        seen.append(backend.get_task_meta("another")["status"])
-        return value
-
-    with mock.patch.object(type(task), "__call__", outer):
-        task_id = shop.run("pay")
-    assert seen == ["SUCCESS"]
-    assert shop.app.AsyncResult("a third").state == "FAILURE"
-    assert shop.app.AsyncResult(task_id).state == "SUCCESS"
-
-
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 

@@ -1190,41 +1190,6 @@ class TestWholeApp:
         assert record.value.content_type == "application/json"
 
 
-class TestCallbacks:
-    @pytest.mark.parametrize("how", ["link", "chain", "link_error"])
-    def test_those_that_were_sent_are_not_sent_again_by_a_redelivery(
-        self, app, store, published, how
-    ):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_permanent_errors=(LookupError,),
-        )
-        def task(key: str) -> str:
-            if how == "link_error":
-                raise LookupError(key)
-            return "done"
-
-        @app.task(name="next", shared=False)
-        def following(key: str) -> None: ...
-
-        follow = following.si("after")
-        if how == "chain":
-            chain(task.s("k"), follow).apply_async()
-        else:
-            task.apply_async(("k",), **{how: follow})
-        message = published[-1]
-        deliver(app, message)
-        assert [(each.task, each.args) for each in published[1:]] == [("next", ("after",))]
-        assert record(store, "k", "t").delivered
-        state = app.AsyncResult(message.id).state
-        deliver(app, message, redelivered=True)
-        assert len(published) == 2
-        assert app.AsyncResult(message.id).state == state
-
-
 class TestReplace:
     @pytest.mark.parametrize("alone", [True, False])
     def test_the_message_is_kept_until_a_replacement_with_its_own_key_is_there(

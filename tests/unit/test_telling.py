@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -387,27 +386,6 @@ class TestOperator:
         assert line.startswith(r"idempotency: ada\nWARNING")
         assert r"stuck\nWARNING idempotency: bob forgot billing key p\r\x1b[2K\x9b1A\u2028" in line
         assert heard.events[0][2].reason == f"stuck{forged}", "events have it as it was given"
-
-    def test_an_operation_that_came_too_late(self, heard, monkeypatch):
-        """The owner completed between the look and the write."""
-        place = make_place(heard)
-        record = place.claim()
-        settle = place.store.settle
-
-        def late(end: SettleRequest) -> bool:
-            settle(replace(end, state=State.COMPLETED, value=None))
-            return bool(settle(end))
-
-        monkeypatch.setattr(place.store, "settle", late)
-        outcome = operations.operate(
-            place.app,
-            KEY,
-            operations.OperationRequest("fail", force=True),
-            token=record.token,
-            state=record.state,
-        )
-        assert outcome is operations.Outcome.CHANGED
-        told(place)
 
 
 class TestMainProcess:
