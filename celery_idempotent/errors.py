@@ -117,3 +117,7 @@ class StoreUnavailable(IdempotencyError):
 
 class StoreMisconfigured(IdempotencyError):
     """The idempotency store cannot be used as it is set up."""
+
+
+#: The two ways in which a verb of a store fails.
+STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)

@@ -30,7 +30,7 @@ from celery import signals as celery_signals
 
 from celery_idempotent import signals
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.events import OUTCOMES
 from celery_idempotent.records import Selection
 from celery_idempotent.stores import get_store
 

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from celery_idempotent.protocol.telling import OUTCOMES, facts
+from celery_idempotent.events import OUTCOMES, facts
 
 try:
     from opentelemetry import trace

@@ -23,7 +23,7 @@ redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]
 
-from celery_idempotent.protocol.counters import counters  # noqa: E402
+from celery_idempotent.events import counters  # noqa: E402
 from tests.support.ledger import LEDGER_VARIABLE, Ledger  # noqa: E402
 from tests.support.proxy import Proxy  # noqa: E402
 from tests.support.servers import (  # noqa: E402
@@ -93,7 +93,7 @@ def prefix(redis_client: redis.Redis) -> Iterator[str]:
     """A prefix for Redis keys that nobody else uses; its keys are deleted after the test."""
     name = f"test-{uuid.uuid4().hex}"
     yield name
-    counters._counts.clear()  # or it is written after this
+    counters.counts.clear()  # or it is written after this
     keys = list(redis_client.scan_iter(match=f"{name}*", count=1000))
     for start in range(0, len(keys), 500):
         redis_client.delete(*keys[start : start + 500])

@@ -4,15 +4,14 @@
 
     idempotency_lease, …, the app's settings ─▶ Policy ─────┐
     idempotency_key, …, parameters of run() ──▶ Identifier ─┼─▶ Definition, made by bind(), one per task and app
-    idempotency_serializer, … ────────────────▶ TaskCodec ──┤
-                                   all three ─▶ Runner ─────┘
+    idempotency_serializer, … ────────────────▶ TaskCodec ──┘
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -22,8 +21,13 @@ from celery import Task
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.models import validation_of
-from celery_idempotent.celery.typed import AnyTask
-from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
+from celery_idempotent.celery.typed import AnyTask, TaskBase
+from celery_idempotent.errors import (
+    IdempotencyError,
+    InvalidKey,
+    InvalidOption,
+)
+from celery_idempotent.events import Reporter
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.keys import Identifier
 from celery_idempotent.protocol import unfinished
@@ -33,8 +37,7 @@ from celery_idempotent.protocol.policy import (
     read_task_options,
     refuse_unknown_settings,
 )
-from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.stores import Store, get_store
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -49,17 +52,21 @@ logger = logging.getLogger(__name__)
 class Definition:
     """One task of one app.
 
-    ``keyed``: the task has a rule for its key. ``overridden``: a base class after ours has a
-    ``__call__`` of its own, which is the way to ``run``. ``fuses``: its settle may store the result,
-    for it has no result backend of its own.
+    ``keyed``, ``scoped``: the task has a rule for its key, for its scope. ``call_behind``: the
+    ``__call__`` of a base class after ours, which is the way to ``run``. ``fuses``: its settle may
+    store the result, for it has no result backend of its own.
     """
 
+    name: str
     policy: Policy
+    keep_ms: int
+    settled_keep_ms: int
     identifier: Identifier
     codec: TaskCodec
-    runner: Runner
+    reporter: Reporter
     keyed: bool
-    overridden: bool
+    scoped: bool
+    call_behind: Callable[..., object] | None
     fuses: bool
 
     def identify(
@@ -86,6 +93,47 @@ class Definition:
         return self.identifier.by_task_id(task_id)
 
 
+class DefinedTask(TaskBase):
+    """A task whose class is defined once it is bound to an app."""
+
+    abstract = True
+
+    #: Assigned whole, as the last step of ``bind()``: Celery lets other threads see a task that is half bound.
+    _definition: Definition | None = None
+    #: The same of a task that is not switched off.
+    _active: Definition | None = None
+
+    def _defined(self) -> Definition | None:
+        """Return what ``bind()`` found; ``None``: left alone.
+
+        Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
+        does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
+        """
+        if self._definition is None and not is_celerys_own(self):
+            self.bind(self.app)
+        return self._definition
+
+    def _ours(self) -> Definition:
+        definition = self._defined()
+        if definition is None:
+            raise IdempotencyError(f"{self.name} is Celery's own task and runs as Celery runs it.")
+        return definition
+
+    def idempotency_definition(self) -> Definition | None:
+        """Return the definition of a task that is not left alone, nor switched off."""
+        definition = self._active or self._defined()
+        return None if definition is None or definition.policy.mode == "off" else definition
+
+    @property
+    def idempotency_policy(self) -> Policy:
+        """The checked options of this task.
+
+        Raises:
+            IdempotencyError: for one of Celery's own tasks.
+        """
+        return self._ours().policy
+
+
 def is_celerys_own(task: AnyTask | type[AnyTask]) -> bool:
     """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
     return str(task.name).startswith(("celery.", "celery_idempotent."))
@@ -107,34 +155,21 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     if policy.mode != "off":
         _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
+    first = next(each for each in behind if "__call__" in vars(each))
     return Definition(
+        name=name,
         policy=policy,
+        keep_ms=policy.keep_ms,
+        settled_keep_ms=policy.settled_keep_ms,
         identifier=Identifier(name, _signature_of(task), validate=validation_of(task), **about),
         codec=codec,
-        runner=Runner(
-            name,
-            policy=policy,
-            store=partial(_store_for_runs, app),
-            codec=codec,
-            sender=lambda: app.tasks[name],
-        ),
+        reporter=Reporter(name, lambda: app.tasks[name], partial(get_store, app)),
         keyed=about.get("key") is not None,
-        overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+        scoped=about.get("scope") is not None,
+        call_behind=None if first is Task else vars(first)["__call__"],
         fuses=policy.mode == "enforce"
         and inspect.getattr_static(task, "backend") is vars(base)["backend"],
     )
-
-
-def _store_for_runs(app: Celery) -> Store:
-    """Return the app's store, for a run: the message of one that has none comes back until there is one.
-
-    Raises:
-        StoreMisconfigured: if there is none.
-    """
-    try:
-        return get_store(app)
-    except InvalidOption as error:
-        raise StoreMisconfigured(str(error)) from error
 
 
 def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:

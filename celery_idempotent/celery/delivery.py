@@ -1,148 +1,480 @@
-"""The callbacks of a finished task (links, chain, chord part, errbacks), and the mark that they were sent.
+"""One delivery of a task: from Celery's request to a run of the protocol, and from its answer to Celery.
 
-Celery sends all of them after the run. A worker may die before that, and then the message comes back and finds its own
-record settled. So the record is marked as *delivered* when Celery reports the end of the task, its last step::
+::
 
-    run ─ settle ─┬─ ✗ ······················ redelivered: answered in full, Celery sends
-                  └─ Celery: links, chain, result, chord part, task_success ─ mark ─┬─ ✗ ── redelivered: silent
-                                                                                    └─ ack
-    between the sending and the mark: sent twice, under ids made from the parent's, so it takes effect once
+    request ─ identify ─▶ Delivery ─ execute ─┬─▶ body ─ settle (and result) ─ the value is returned: SUCCESS
+                                              ├─▶ replay: the stored value is returned, or the stored error raised
+                                              └─▶ conflict, store failure: republished, dropped or failed
+
+Who sends the callbacks of a message depends on which message settled the record::
+
+    this very message, and they are sent        answer; Celery finds no callbacks
+    this very message, and it died before       answer, send its callbacks, mark the record as delivered
+    another message with the same key           answer, send its own callbacks: it is in a chain or chord of its own
 """
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
+import threading
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.canvas import maybe_signature
-from celery.utils.functional import maybe_list
+from celery.app.autoretry import add_autoretry_behaviour
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.utils import uuid
 
-from celery_idempotent.celery import republish
-from celery_idempotent.celery.typed import Sig
-from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
-from celery_idempotent.records import Identity, State
+from celery_idempotent.celery import callbacks, exchanges, fused, republish
+from celery_idempotent.celery.definition import Definition
+from celery_idempotent.errors import (
+    IdempotencyError,
+    InvalidKey,
+    InvalidOption,
+    ResultUnavailable,
+    StoreMisconfigured,
+)
+from celery_idempotent.events import worker_name
+from celery_idempotent.identity import stamp
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.protocol import atomic, shield
+from celery_idempotent.protocol.claim import current_run
+from celery_idempotent.protocol.run import PROTOCOL, Run, execute, execute_unguarded
+from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State, Stored
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.app.task import Context
 
-    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.definition import DefinedTask
+    from celery_idempotent.stores.base import Store
 
-logger = logging.getLogger(__name__)
+#: On a request: its delivery, which Celery copies with the request.
+RUN = "idempotency_run"
+
+Args = Sequence[object]
+Kwargs = Mapping[str, object]
+
+#: The hard time limit of the pool of an app's worker, in seconds; a task or message may have a limit of its own.
+pool_time_limits: weakref.WeakKeyDictionary[Celery, float | None] = weakref.WeakKeyDictionary()
+
+#: A limit begins before the task is called, by the time that Celery's signals and ``before_start`` take. A run that
+#: is ended this close to its limit, in seconds or as a share of it, has met the limit.
+_MARGIN_S, _MARGIN = 0.5, 0.1
+
+#: Words of a stamp that a publisher set in headers of its own.
+_OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
+
+#: For so long, at most, a chord is claimed by the process that is to publish its body (with defaults: 21 s).
+_CHORD_CLAIM_MS = 25_000
+
+#: How records name this process, once it has had a delivery.
+_worker: list[str] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_worker.clear)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """The record of a delivery is settled as ``state``, and Celery has still to send its callbacks.
+class Delivery(Run):
+    """One delivery of a message, or one eager call.
 
-    ``mark`` notes that it did. ``publish_again`` has the message come back with a countdown, until ``give_up``
-    (monotonic): for so long its record will surely be there to answer it.
+    ``reached_run``: all bases are passed, what follows are calls by the body.
     """
 
-    task: IdempotentTask
-    task_id: str
-    state: State
-    mark: Callable[[], None]
-    publish_again: Callable[[], bool]
-    acks_late: bool
-    give_up: float
+    control = (Ignore, Reject, Retry)
+    reached_run = False
 
+    def __init__(
+        self, task: DefinedTask, definition: Definition, request: Any, args: Args, kwargs: Kwargs
+    ) -> None:
+        self.task, self.definition, self.request = task, definition, request
+        self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
+        self.reporter = definition.reporter
+        self.keep_ms, self.settled_keep_ms = definition.keep_ms, definition.settled_keep_ms
+        self.worker = _worker[0] if _worker else _first_delivery()
+        self.task_id = str(request.id or _id_of_direct_call(task, request))
+        identified, info = _read(self, args, kwargs)
+        self.identity, self.fingerprint = identified.identity, identified.fingerprint
+        if stamp.KEEP_FAILURE in info:
+            self.keeps_failure = True
+        self.has_callbacks = callbacks.brings_callbacks(request)
+        if self.policy.atomic:
+            self.in_transaction = atomic.run_body
+        if request.is_eager:
+            self.open_transactions = task.transactions_around  # type: ignore[attr-defined]
+        elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
+            # Where a task is only observed, its second message would be a second run.
+            self.message = self._as_message()
 
-#: The callbacks that are due, of the delivery that was settled last.
-current_due: ContextVar[Due | None] = ContextVar("idempotency_due", default=None)
+    def _as_message(self) -> bytes | None:
+        """Return this message as a sweep would publish it again."""
+        again = self.task.signature_from_request(
+            self.request,
+            retries=self.request.retries,
+            # As a republished message: the operation has begun in time.
+            expires=None,
+            add_to_parent=False,
+            **republish.as_published(self.request),
+        )
+        return self.definition.codec.dump_message(again)
 
+    # -- the hooks of a run --------------------------------------------------------------------------------------------
 
-def brings_callbacks(request: Context) -> bool:
-    """Does this request have links, errbacks, a chain or a chord?"""
-    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
+    def open_store(self) -> Store:
+        """Return the app's store."""
+        try:
+            return get_store(self.task.app)
+        except (
+            InvalidOption
+        ) as error:  # the message of a run that has none comes back until there is one
+            raise StoreMisconfigured(str(error)) from error
 
+    def write_end(self, end: SettleRequest) -> bool:
+        """Write the end state; and the task's result with it, where that can be."""
+        result = None
+        if self.definition.fuses and not self.has_callbacks and end.state is State.COMPLETED:
+            result = fused.write_of(self.task, self.request, self.store, end.value)
+        if result is None:
+            return self.store.settle(end)
+        written = self.store.settle_with_result(end, result)
+        if written is SettledWith.RESULT:
+            self.request.ignore_result = True  # it is stored: Celery's tracer leaves it alone
+        return written is not SettledWith.LOST
 
-def drop_callbacks(request: Context) -> None:
-    """Let Celery send nothing for this request: all of it was sent before."""
-    request.callbacks = request.errbacks = request.chain = request.chord = None
+    def settled(self, state: EndState) -> None:
+        """Have the record marked once Celery has sent the callbacks of this message."""
+        if self.policy.mode == "enforce":
+            self._expect_callbacks(state, self.record.token, age_ms=0)
 
+    def _expect_callbacks(self, state: State, token: int | None, *, age_ms: int) -> None:
+        keep_ms = self.policy.settled_keep_ms // 2 - age_ms
+        callbacks.expect_callbacks(self.task, state, self.identity, token, keep_ms=keep_ms)
 
-def note_due(
-    task: IdempotentTask,
-    task_id: str,
-    mark: Callable[[int], None],
-    token: int,
-    state: State,
-    age_ms: int = 0,
-) -> None:
-    """Remember that the record of this token is to be marked when Celery is done with this delivery."""
-    request = task.request
-    # An eager call has no message.
-    left_ms = 0 if request.is_eager else task.idempotency_policy.settled_keep_ms // 2 - age_ms
-    chain = list(request.chain or ())  # the tracer of Celery < 5.7 takes its last step out
-    due = Due(
-        task=task,
-        task_id=task_id,
-        state=state,
-        mark=partial(mark, token),
-        publish_again=partial(republish.come_back, task, request, chain),
-        acks_late=bool(task.acks_late),
-        give_up=time.monotonic() + left_ms / 1000,
-    )
-    current_due.set(due)
+    def late_error(self, error: Exception) -> Exception:
+        """Return what is raised for an error as if the body had raised it: a retry, published by now, or the error.
 
+        The error comes from the COMMIT of an atomic task, when ``run`` has returned, so that Celery's own wrapper of
+        ``autoretry_for`` around ``run`` cannot see it. The same wrapper goes around a copy of the task here, whose
+        ``run`` raises the error: so every option counts, in whatever way this release of Celery reads it.
+        """
+        if isinstance(error, IdempotencyError):
+            return error  # one of ours is what it is
 
-def mark_success(sender: IdempotentTask, **_: object) -> None:
-    """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    _mark_ended(sender, State.COMPLETED)
+        def run() -> NoReturn:
+            raise error
 
+        late = object.__new__(type(self.task))
+        vars(late).update({**vars(self.task), "run": run})
+        vars(late).pop("_orig_run", None)
+        add_autoretry_behaviour(late)
+        try:
+            late.run()
+        except Exception as found:  # noqa: BLE001  whatever it is
+            return found
+        raise AssertionError
 
-def mark_failure(sender: IdempotentTask, **_: object) -> None:
-    """Mark the record of a task whose errbacks Celery has sent (``task_failure``).
+    def is_over_time(self) -> bool:
+        """Does the hard time limit of this delivery end the process? It comes as SIGTERM, a moment before SIGKILL."""
+        task = self.task
+        limit = (self.request.timelimit or (None,))[0] or task.time_limit
+        limit = limit or pool_time_limits.get(task.app)
+        if not limit:
+            return False
+        return time.monotonic() - self.started_at >= limit - max(_MARGIN_S, _MARGIN * limit)
 
-    Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
-    and stays undelivered.
-    """
-    _mark_ended(sender, State.FAILED)
+    def longest_wait_ms(self) -> int | None:
+        """Return how long this delivery may hold its worker while another runs."""
+        return republish.longest_wait_ms(self.task, self.request)
 
+    def conflict(self, record: Record, left_ms: int) -> NoReturn:
+        """Another run holds the key: republish this copy, drop or fail it."""
+        republish.conflict(self, record, left_ms)
 
-def _mark_ended(task: IdempotentTask, state: State) -> None:
-    due = current_due.get()
-    if due is not None and due.task_id == task.request.id and due.state is state:
-        current_due.set(None)
-        due.mark()
+    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
+        """The store did not answer: republish this copy."""
+        republish.after_store_failure(self, error, begun=begun)
 
+    def replay(self, record: Record, age_ms: int) -> object:
+        """Answer from the record: return its value or raise its exception.
 
-def mark(app: Celery, identity: Identity, token: int) -> None:
-    """Mark a record as delivered; if that fails, its callbacks may be sent once more."""
-    try:
-        get_store(app).mark_delivered(identity, token=token)
-    except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
-        logger.warning(
-            "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
-            "come back, they are sent again, under the same ids: %s",
-            identity,
-            error,
+        A redelivery of the very message that settled it sends the callbacks that the first delivery did not; any other
+        duplicate is a link of its own chain, a member of its own chord.
+        """
+        request, own = self.request, record.task_id == self.request.id
+        if own and record.delivered:
+            callbacks.drop_callbacks(request)
+        if record.state.is_failure:
+            error = self.definition.codec.load_error(record.value)
+            self._expect_replayed(record, age_ms)
+            raise error
+        if record.replaced and own:
+            raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
+        if record.value is not None and not record.replaced:
+            value = self.codec.load_value(record.value)
+        elif own and not record.replaced and self._is_unused():
+            return None
+        else:
+            value = self._from_backend(record, age_ms)
+        self._expect_replayed(record, age_ms)
+        if self.definition.fuses and not self.has_callbacks:
+            self._store_replayed(record.value)
+        return value
+
+    def _store_replayed(self, value: Stored | None) -> None:
+        """Store the value of a duplicate in one trip, where that can be; else Celery's tracer stores it, in two."""
+        try:
+            result = fused.write_of(self.task, self.request, self.store, value)
+            if result is not None and self.store.write_result(result):
+                self.request.ignore_result = True
+        except Exception:  # noqa: BLE001, S110  it is stored otherwise
+            pass
+
+    def _is_unused(self) -> bool:
+        """Is the result of this message neither stored nor handed on?"""
+        unstored = self.request.ignore_result or isinstance(self.task.backend, DisabledBackend)
+        return bool(unstored) and not self.has_callbacks
+
+    def _expect_replayed(self, record: Record, age_ms: int) -> None:
+        """Have the record marked when Celery has sent the callbacks of this message.
+
+        A complete chord may have lost the process that was to publish its body. Celery >= 5.7 lets no other process do
+        so while the claim of the first lasts, and the part would be returned in vain::
+
+            process A   the last part ─ claims the chord ─ ✗ SIGKILL
+            process B                        the same part ─ not its claim ─ waits until the claim is over
+        """
+        request, own = self.request, record.task_id == self.request.id
+        if not callbacks.brings_callbacks(request) or (own and record.delivered):
+            return
+        left_ms = _CHORD_CLAIM_MS - age_ms
+        if own and request.chord and left_ms > 0 and not request.is_eager:
+            republish.after_chord_claim(self, left_ms)
+        # A duplicate under another task id did not settle the record.
+        self._expect_callbacks(record.state, record.token if own else None, age_ms=age_ms)
+
+    def _from_backend(self, record: Record, age_ms: int) -> object:
+        """Look for a result that is not in the record where its task left it."""
+        task, policy = self.task, self.policy
+        state, value = "", None
+        if not isinstance(task.backend, DisabledBackend):
+            first = task.AsyncResult(record.task_id)
+            state, value = first.state, first.result
+        if state == "SUCCESS":
+            return value
+        if state == "FAILURE" and isinstance(value, Exception):
+            raise value
+        wait_ms = self._longest_replacement_ms() if record.replaced else policy.lease_ms
+        if state and age_ms < wait_ms and record.task_id != self.request.id:
+            republish.conflict(self, record, policy.lease_ms)
+        raise ResultUnavailable(
+            f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
+            "and is not in the result backend."
         )
 
+    def _longest_replacement_ms(self) -> int:
+        """Return how long a duplicate waits for the result of a replacement.
 
-def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
-    """Return ``links`` with task ids made from the parent's id where they have none.
+        That may take its time, or ignore its result. But once the record is gone, the duplicate would run.
+        """
+        longest = self.policy.settled_keep_ms // 2
+        expires = getattr(self.task.backend, "expires", None)
+        return min(longest, int(expires * 1000)) if expires else longest
 
-    Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
-    the same id both times.
+
+def deliver(
+    task: DefinedTask,
+    definition: Definition,
+    request: Any,
+    call_next: Callable[..., object] | None,
+    args: Args,
+    kwargs: Kwargs,
+) -> object:
+    """Run a delivery by the protocol; the body is ``run``, or what other bases put around it.
+
+    ``call_next``: a base before ours on the way to ``run``.
     """
+    run = Delivery(task, definition, request, args, kwargs)
+    marks = vars(request)
+    marks[RUN] = run
+    marks.pop(callbacks.PENDING, None)
+    if call_next is None:
+        call_next = next_after_ours(run)
+    if definition.policy.atomic:
+        body = repeatable(call_next, args, kwargs, eager=bool(request.is_eager))
+    else:
+        body = partial(call_next, *args, **kwargs)
+    if run.identity.by_task_id and exchanges.is_broadcast(request):
+        # Each worker has the message under this task id, and each is to run it.
+        return execute_unguarded(run, body)
+    while True:
+        try:
+            return execute(run, body)
+        except republish.NotRepublishedError:  # noqa: PERF203  after a pause; what ran is recorded
+            continue
 
-    def with_id(task: AnySignature, place: Place) -> AnySignature:
-        options = task.get("options") or {}
-        path = "/".join(map(str, (parent_id, kind, *place)))
-        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
-        return {**task, "options": {**options, "task_id": task_id}}
 
-    derived = [
-        maybe_signature(with_tasks(link, with_id, (index,)), app=app)
-        for index, link in enumerate(maybe_list(links) or [])
-    ]
-    return derived or links
+def delivery_of(request: object) -> Delivery | None:
+    """Return the delivery that a call belongs to, ``None`` if it is a new one.
+
+    Some pools (celery-aio-pool) keep one request object for all deliveries of a task: a mark counts only in the context
+    of its body.
+    """
+    run: Delivery | None = vars(request).get(RUN)
+    return run if run is not None and run is current_run.get() else None
+
+
+def next_after_ours(run: Delivery) -> Callable[..., object]:
+    """Return what is behind our class: ``run``, or another base on the way to it."""
+    run.reached_run = True
+    if run.definition.call_behind is not None:
+        return partial(run.definition.call_behind, run.task)
+    # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
+    run.request._protected = 1  # noqa: SLF001
+    return run.task.run
+
+
+# -- to begin ----------------------------------------------------------------------------------------------------------
+
+
+def _first_delivery() -> str:
+    """Prepare this process: its name, and in a pool child the shield.
+
+    Not at ``worker_process_init``: billiard sets the child's signal handlers after that.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and hasattr(signal, "SIGUSR1"):
+        handler = signal.getsignal(signal.SIGUSR1)
+        if getattr(handler, "__module__", "") == "billiard.pool":
+            shield.install(signal.SIGUSR1, signal.SIGTERM, protocol=PROTOCOL)
+    _worker.append(worker_name(os.getpid()))
+    return _worker[0]
+
+
+def _read(run: Delivery, args: Args, kwargs: Kwargs) -> tuple[Identified, Mapping[str, object]]:
+    """Return what a delivery is about, and what else its stamp has.
+
+    Raises:
+        InvalidKey: if its stamp is malformed, or its key cannot be used.
+    """
+    definition, request = run.definition, run.request
+    headers = {} if request.headers is None else request.headers
+    is_plain = headers.__class__ is dict and stamp.RAW.keys().isdisjoint(headers)
+    if is_plain and not request.stamps and definition.policy.mode == "enforce":
+        own = headers.get(stamp.STAMP_HEADER)
+        if own is None:
+            by_rule = definition.keyed or definition.scoped
+            if not by_rule and not request.is_eager and not request.replaced_task_nesting:
+                return definition.identifier.by_task_id(run.task_id), {}
+        elif (
+            own.__class__ is dict
+            and own.get("id") == run.task_id
+            and "key" in own
+            and _OF_THIS_MESSAGE.isdisjoint(own)
+        ):
+            identified = Identified.from_header(own, definition.identifier.namespace)
+            if identified is not None:
+                return identified, own
+    headers = as_mapping(headers)
+    info = stamp.read_stamp(headers, run.task_id)
+    identified = identify_delivery(
+        definition,
+        # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
+        {**as_mapping(request.stamps), **headers} if request.stamps else headers,
+        args,
+        kwargs,
+        task_id=run.task_id,
+        nesting=request.replaced_task_nesting or 0,
+        info=None if request.stamps else info,
+        eager=bool(request.is_eager),
+    )
+    if not _OF_THIS_MESSAGE.isdisjoint(info) or (definition.keyed and not info):
+        # From here on they are this message's alone: the body may hand its headers to other calls. And should it be
+        # published again, its key does not depend on what the body made of the arguments.
+        request.headers = stamp.with_stamp(headers, run.task_id, identified)
+    return identified, info
+
+
+def identify_delivery(
+    definition: Definition,
+    headers: Mapping[str, object],
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    task_id: str,
+    nesting: int = 0,
+    info: Mapping[str, object] | None = None,
+    eager: bool = False,
+) -> Identified:
+    """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
+
+    ``info`` is what the headers say, where they are read already. An ``eager`` call without a key gets a key of its
+    own: Celery gives all steps of an eager chain one task id.
+
+    Raises:
+        InvalidKey: if the stamp is malformed, or the key cannot be used.
+    """
+    if info is None:
+        info = stamp.read_stamp(headers, task_id)
+    own_id = uuid() if eager else stamp.message_id(info, task_id)
+    header = stamp.stamp_of(headers, task_id)
+    if header is not None:
+        try:
+            stamped = Identified.from_header(header, definition.identifier.namespace)
+        except InvalidKey as error:
+            if definition.policy.mode != "observe":
+                raise
+            return definition.observed(error, task_id)
+        if stamped is not None:
+            return stamped
+    return definition.identify(
+        args,
+        kwargs,
+        task_id=own_id,
+        nesting=nesting,
+        key=info.get(stamp.RAW_KEY),
+        scope=info.get(stamp.RAW_SCOPE),
+    )
+
+
+def _id_of_direct_call(task: DefinedTask, request: Any) -> str:
+    """Return an id for a call as a function, which has none: the same for as long as the call lasts."""
+    if request is not task.request_stack.top:
+        return uuid()  # of run() itself, whose calls share one request
+    made: str = vars(request).setdefault("idempotency_call", uuid())
+    return made
+
+
+def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """Return the arguments of a call as they are now, ``None`` if one of them cannot be copied."""
+    try:
+        return deepcopy((args, kwargs))
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:  # noqa: BLE001  an object of any kind
+        return None
+
+
+def repeatable(
+    call_next: Callable[..., object], args: Args, kwargs: Kwargs, *, eager: bool
+) -> Callable[[], object]:
+    """Return a body that may be called again: with the arguments as they were, whatever an earlier call did to them.
+
+    Those of a message stay what they are, because it may be published again. Those of an eager call are the caller's
+    own, and the first call gets them. Only of these there may be no copy.
+    """
+    copy = copied(args, kwargs)
+    if copy is None:
+        return partial(call_next, *args, **kwargs)
+    first, kept = ((args, kwargs), copy) if eager else (copy, (args, kwargs))
+    given = [first]
+
+    def body() -> object:
+        args, kwargs = given.pop() if given else deepcopy(kept)
+        return call_next(*args, **kwargs)
+
+    return body

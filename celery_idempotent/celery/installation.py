@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from celery import signals
 
-from celery_idempotent.celery import delivery, reaper, receivers
+from celery_idempotent.celery import callbacks, reaper, receivers
 from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def _connect_receivers() -> None:
         (signals.worker_ready, receivers.watch_children),
         (signals.worker_process_shutdown, receivers.write_counters),
         (signals.worker_shutdown, receivers.end_heartbeat),
-        (signals.task_success, delivery.mark_success),
-        (signals.task_failure, delivery.mark_failure),
+        (signals.task_success, callbacks.mark_success),
+        (signals.task_failure, callbacks.mark_failure),
     ):
         uid = f"celery_idempotent.{receiver.__name__}"
         signal.connect(receiver, weak=False, dispatch_uid=uid)

@@ -27,9 +27,8 @@ from celery_idempotent import signals
 from celery_idempotent.celery import reaper, settling
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator
-from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.events import Details, Line, printable, worker_name
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import Details, Line, printable
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 if TYPE_CHECKING:

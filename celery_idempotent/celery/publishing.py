@@ -21,20 +21,18 @@ from typing import TYPE_CHECKING
 from celery.exceptions import Reject
 from celery.utils import uuid
 
-from celery_idempotent.celery import chains, delivery
-from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery import callbacks, chains
+from celery_idempotent.celery.definition import DefinedTask, Definition
 from celery_idempotent.celery.reserving import SendCall, lost_after_ms, reserve_and_send
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.protocol.claim import Claim, current_claim
+from celery_idempotent.protocol.run import Run, give_back, run_in_progress
 
 if TYPE_CHECKING:
     from celery import Celery
-
-    from celery_idempotent.celery.task import IdempotentTask
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class DeferredCall:
     reserve: bool = False
 
 
-Interceptor = Callable[["IdempotentTask", DeferredCall], Result]
+Interceptor = Callable[["DefinedTask", DeferredCall], Result]
 #: The next call of a task goes to this function, not to the broker. The outbox sets it for one ``apply_async``.
 outbox_interceptor: ContextVar[Interceptor | None] = ContextVar(
     "idempotency_outbox_interceptor", default=None
@@ -68,7 +66,7 @@ _NEED_OWN_TASK_ID = ("chord", "chain", "group_id", "group_index", "link", "link_
 
 
 def publish(
-    task: IdempotentTask,
+    task: DefinedTask,
     definition: Definition,
     send: Send,
     args: Args,
@@ -82,10 +80,10 @@ def publish(
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
     intercept = take_interceptor()
-    run_claim = _claim_of_retrying_run(task, definition, options)
+    retrying = _retrying_run(task, definition, options)
     # Before stamp_call() adds a task id: one that is there already was chosen by the caller.
-    may_reserve = run_claim is None and _may_reserve(task, definition, options)
-    identified = stamp_call(definition, args, kwargs, options, run_claim)
+    may_reserve = retrying is None and _may_reserve(task, definition, options)
+    identified = stamp_call(definition, args, kwargs, options, retrying)
     give_ids_to_callbacks(task.app, options)
     if chain := options.get("chain"):
         run = options["task_id"] = options.get("task_id") or uuid()
@@ -95,8 +93,8 @@ def publish(
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
         return intercept(task, call)
-    if run_claim is not None:
-        return _send_retry(task, definition, run_claim, partial(send, args, kwargs), options)
+    if retrying is not None:
+        return _send_retry(task, retrying, partial(send, args, kwargs), options)
     if reserve and identified is not None:
         return reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
     return send(args, kwargs, **options)
@@ -107,7 +105,7 @@ def stamp_call(
     args: Args,
     kwargs: Kwargs,
     options: Options,
-    run_claim: Claim | None = None,
+    retrying: Run | None = None,
     *,
     eager: bool = False,
 ) -> Identified | None:
@@ -118,7 +116,7 @@ def stamp_call(
     no scope was given, and the task has no ``idempotency_key``: the key is then chosen where the call runs, by a worker
     its task id, by ``apply()`` a random one.
 
-    ``run_claim``: the claim of the run whose retry this call is. It has that run's key, if the caller gives no other.
+    ``retrying``: the run whose retry this call is. It has that run's key, if the caller gives no other.
     ``eager``: the call runs here and now. Where its task id would be the key it gets a random one, because Celery gives
     all steps of an eager chain the same task id.
     """
@@ -128,8 +126,8 @@ def stamp_call(
     in_headers = stamp.read_stamp(headers, task_id)
     if "key" in in_headers and not given:
         return None
-    if run_claim is not None and not given:
-        identified = _identified_of(run_claim)
+    if retrying is not None and not given:
+        identified = Identified(retrying.identity, retrying.record.fingerprint)
     else:
         # In this order: what was given to this call; a stamp of Celery's with this name, which is for a whole canvas
         # (take_key() left it in options); a header, which may have been copied from an older call.
@@ -166,13 +164,13 @@ def give_ids_to_callbacks(app: Celery, options: Options) -> None:
     for kind in ("link", "link_error"):
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
-            options[kind] = delivery.derive_ids(app, options[kind], options["task_id"], kind)
+            options[kind] = callbacks.derive_ids(app, options[kind], options["task_id"], kind)
 
 
 # -- reserved before it is sent ----------------------------------------------------------------------------------------
 
 
-def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
+def _may_reserve(task: DefinedTask, definition: Definition, options: Options) -> bool:
     """May the key of this call be reserved? If it is taken, the caller gets the ``AsyncResult`` of the first call.
 
     So it may not where this call must have its own task id: the caller chose that, or a canvas waits for it.
@@ -198,7 +196,7 @@ def take_interceptor() -> Interceptor | None:
 
 
 def send_deferred(
-    task: IdempotentTask, definition: Definition | None, send: Send, call: DeferredCall
+    task: DefinedTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> Result:
     """Send a deferred call; this may be repeated, because its key was stamped when the call was made."""
     options = dict(call.options)
@@ -221,34 +219,26 @@ def send_deferred(
 # -- a run publishes its own retry -------------------------------------------------------------------------------------
 
 
-def _claim_of_retrying_run(
-    task: IdempotentTask, definition: Definition, options: Options
-) -> Claim | None:
-    """Return the claim of the run in progress, if this call is its retry.
+def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -> Run | None:
+    """Return the run in progress, if this call is its retry.
 
     A retry has the task id of the run, and one more in ``retries``. What ``self.replace`` publishes has this task id,
     too, but counts no retry.
     """
-    claim = current_claim()
+    run = run_in_progress()
     if (
-        claim is None
-        or claim.record.task_id != options.get("task_id")
-        or claim.record.identity.namespace != definition.identifier.namespace
+        run is None
+        or run.task_id != options.get("task_id")
+        or run.identity.namespace != definition.identifier.namespace
         or (options.get("retries") or 0) <= (task.request.retries or 0)
     ):
         return None
-    return claim
-
-
-def _identified_of(claim: Claim) -> Identified:
-    """Return the identity of a run, from its claim."""
-    return Identified(claim.record.identity, claim.record.fingerprint)
+    return run
 
 
 def _send_retry(
-    task: IdempotentTask,
-    definition: Definition,
-    run_claim: Claim,
+    task: DefinedTask,
+    retrying: Run,
     send_call: SendCall,
     options: Options,
 ) -> Result:
@@ -261,11 +251,11 @@ def _send_retry(
 
     In an atomic run, release and publish happen after the rollback of its transaction.
     """
-    release = partial(definition.runner.release, run_claim, requeue_ms=lost_after_ms(options))
-    if run_claim.transaction is None:
+    release = partial(give_back, retrying, requeue_ms=lost_after_ms(options))
+    if retrying.transaction is None:
         release()
         return send_call(**options)
-    run_claim.after_rollback = partial(_after_rollback, release, partial(send_call, **options))
+    retrying.after_rollback = partial(_after_rollback, release, partial(send_call, **options))
     return task.AsyncResult(options["task_id"])
 
 

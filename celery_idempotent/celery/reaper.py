@@ -25,8 +25,7 @@ from celery_idempotent.celery.registry import definition_of, find_task
 from celery_idempotent.celery.settling import fail_record
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
-from celery_idempotent.protocol.counters import counters
-from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
+from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
 from celery_idempotent.records import Record, State
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.registry import has_tasks
-from celery_idempotent.protocol.counters import counters
+from celery_idempotent.events import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.settings import real_app
 
@@ -26,11 +26,11 @@ def make_store(sender: WorkController, **_: object) -> None:
     Raises:
         SystemExit: if no task could run: the worker would take messages, and get rid of them.
     """
-    from celery_idempotent.celery import running
+    from celery_idempotent.celery import delivery
     from celery_idempotent.celery.checks import check_or_raise
 
     limit = sender.time_limit  # type: ignore[attr-defined]  # Celery has it
-    running.pool_time_limits[real_app(sender.app)] = limit
+    delivery.pool_time_limits[real_app(sender.app)] = limit
     try:
         check_or_raise(sender.app)
     except Exception as error:

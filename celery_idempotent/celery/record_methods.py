@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
+from celery_idempotent.celery.definition import DefinedTask
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
-from celery_idempotent.celery.typed import TaskBase
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from celery_idempotent.celery.definition import Definition
 
 
 class How(TypedDict, total=False):
@@ -23,18 +21,10 @@ class How(TypedDict, total=False):
     force: bool
 
 
-class RecordMethods(TaskBase):
+class RecordMethods(DefinedTask):
     """A task that has records."""
 
     abstract = True
-
-    def _ours(self) -> Definition:
-        """Return the task's definition.
-
-        Raises:
-            IdempotencyError: for one of Celery's own tasks.
-        """
-        raise NotImplementedError
 
     def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
         """Return the record of a key of this task, or ``None``.

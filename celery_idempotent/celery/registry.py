@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.celery.definition import Definition
-    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.definition import DefinedTask, Definition
 
 #: The apps whose task modules are imported, or are being imported.
 _loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
@@ -20,12 +19,12 @@ _loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
 _SKIP = "CELERY_SKIP_CHECKS"
 
 
-def idempotent_tasks(app: Celery) -> Iterator[tuple[IdempotentTask, Definition]]:
+def idempotent_tasks(app: Celery) -> Iterator[tuple[DefinedTask, Definition]]:
     """Yield the app's idempotent tasks with their definitions; those that are switched off are among them."""
     for task in list(app.tasks.values()):
         definition: Definition | None = getattr(task, "_definition", None)
         if definition is not None:
-            yield task, definition  # type: ignore[misc]  # only an IdempotentTask has a definition
+            yield task, definition  # type: ignore[misc]  # only a DefinedTask has a definition
 
 
 def has_tasks(app: Celery) -> bool:
@@ -53,7 +52,7 @@ def namespaces(app: Celery) -> list[str]:
     return sorted({definition.identifier.namespace for _, definition in idempotent_tasks(app)})
 
 
-def find_task(app: Celery, namespace: str, *, load: bool = False) -> IdempotentTask | None:
+def find_task(app: Celery, namespace: str, *, load: bool = False) -> DefinedTask | None:
     """Return the task that the records of a namespace belong to, ``None`` if no task of this process has it.
 
     ``load``: import the app's tasks if it is none of those that this process knows already.

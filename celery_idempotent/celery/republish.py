@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu.exceptions import LimitExceeded, OperationalError
@@ -15,18 +15,18 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 
 from celery_idempotent import backoff
 from celery_idempotent.celery import exchanges
-from celery_idempotent.celery.redelivery import redelivery_timeout
-from celery_idempotent.celery.typed import Options, Sig
+from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
-from celery_idempotent.protocol.calls import StoreFailed
 from celery_idempotent.records import Record
 
 if TYPE_CHECKING:
+    from celery import Celery
     from celery.app.task import Context
 
-    from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.celery.typed import AnyBackend
+    from celery_idempotent.protocol.policy import Policy
+    from celery_idempotent.protocol.shield import Shield
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _OF_THE_BROKER = re.compile(
 )
 
 
-class StaysError(Exception):
+class NotRepublishedError(Exception):
     """This message cannot be published again: it stays with its worker, and is to ask again now."""
 
 
@@ -60,13 +60,22 @@ class Dropped(Ignore):
     """A duplicate is dropped: the worker's main process sends an event, so that monitors see it."""
 
 
-def conflict(task: IdempotentTask, request: Context, record: Record, left_ms: int) -> NoReturn:
+class RepublishedRun(Protocol):
+    """A delivery, as far as this module knows it."""
+
+    task: Any
+    request: Any
+    policy: Policy
+    shield: Shield
+
+
+def conflict(run: RepublishedRun, record: Record, left_ms: int) -> NoReturn:
     """Another run holds the key, or its result is not there yet: republish this copy, drop or fail it, by the policy.
 
     A redelivery, which has the holder's task id, is always republished, and its result state is not written: it may be
     the broker's only copy, and its failure would fail the chord and chain of the holder's run.
     """
-    policy = task.idempotency_policy
+    task, request, policy = run.task, run.request, run.policy
     same = record.task_id == request.id
     left = left_ms / 1000
     message = (
@@ -92,13 +101,13 @@ def conflict(task: IdempotentTask, request: Context, record: Record, left_ms: in
         count,
         delay,
     )
-    _publish_again(task, request, again, delay)
+    _publish_again(run, again, delay)
     if not duplicate:
         raise Ignore(str(error))
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
 
 
-def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoReturn:
+def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
     """Drop a duplicate; its result state becomes IGNORED, so that it does not look PENDING for ever."""
     logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
     if not request.ignore_result:
@@ -112,9 +121,9 @@ def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoRet
     raise Dropped(str(error))
 
 
-def after_store_failure(task: IdempotentTask, request: Context, failed: StoreFailed) -> NoReturn:
+def after_store_failure(run: RepublishedRun, error: Exception, *, begun: bool) -> NoReturn:
     """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
-    error = failed.error
+    task, request = run.task, run.request
     if request.is_eager:
         raise error
     count, delay, again = _again(task, request, STORE_FAILURES, None, {})
@@ -122,18 +131,19 @@ def after_store_failure(task: IdempotentTask, request: Context, failed: StoreFai
         "idempotency: %s[%s] %s: store error (%d so far). It is republished with a countdown of %.1f s: %s",
         task.name,
         request.id,
-        "is not known to be done" if failed.begun else "did not run",
+        "is not known to be done" if begun else "did not run",
         count,
         delay,
         error,
     )
-    _publish_again(task, request, again, delay)
+    _publish_again(run, again, delay)
     # Not the error itself: what it comes from may be anything, and not be picklable.
     raise Ignore(str(error))
 
 
-def after_chord_claim(task: IdempotentTask, request: Context, left_ms: int) -> NoReturn:
+def after_chord_claim(run: RepublishedRun, left_ms: int) -> NoReturn:
     """The chord of a finished task may be claimed by a lost process: republish the message until that claim ends."""
+    task, request = run.task, run.request
     _count, delay, again = _again(task, request, UNDELIVERED, left_ms / 1000, {"expires": None})
     logger.info(
         "idempotency: %s[%s] is done, and returns its part of a chord again in %.1f s",
@@ -141,11 +151,11 @@ def after_chord_claim(task: IdempotentTask, request: Context, left_ms: int) -> N
         request.id,
         delay,
     )
-    _publish_again(task, request, again, delay)
+    _publish_again(run, again, delay)
     raise Ignore(f"the chord of {task.name} may be claimed by a lost process")
 
 
-def come_back(task: IdempotentTask, request: Context, chain: Sequence[object]) -> bool:
+def come_back(task: AnyTask, request: Any, chain: Sequence[object]) -> bool:
     """Publish the message of a finished task again, whose next delivery sends what follows.
 
     ``chain`` is the one that it came with. Its expiry no longer applies: the operation is done.
@@ -153,7 +163,7 @@ def come_back(task: IdempotentTask, request: Context, chain: Sequence[object]) -
     Returns:
         Whether the broker took it.
     """
-    request.chain = list(chain) or None  # type: ignore[assignment]  # its stub takes it for a text
+    request.chain = list(chain) or None
     _count, _delay, again = _again(task, request, UNDELIVERED, None, {"expires": None})
     try:
         again.apply_async()
@@ -163,8 +173,8 @@ def come_back(task: IdempotentTask, request: Context, chain: Sequence[object]) -
 
 
 def _again(
-    task: IdempotentTask,
-    request: Context,
+    task: AnyTask,
+    request: Any,
     counter: str,
     left: float | None,
     options: Options,
@@ -219,20 +229,19 @@ def as_published(request: Context) -> Options:
     return options
 
 
-def longest_wait_ms(task: IdempotentTask, request: Context) -> int | None:
+def longest_wait_ms(task: AnyTask, request: Any) -> int | None:
     """Return how long this delivery may hold its worker while another runs; ``None``: as long as its policy wants.
 
     Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them wait.
     """
     if request.is_eager:
         return 0
-    late: bool | None = task.acks_late
-    if task.idempotency_policy.on_conflict != "wait" or not late:
+    if not task.acks_late:
         return None
     return int(_unacknowledged(task) * 1000)
 
 
-def _unacknowledged(task: IdempotentTask) -> float:
+def _unacknowledged(task: AnyTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
     broker = redelivery_timeout(task.app)
     if broker is None:
@@ -241,7 +250,7 @@ def _unacknowledged(task: IdempotentTask) -> float:
     return broker.seconds / 4
 
 
-def _publish_again(task: IdempotentTask, request: Context, again: Sig, delay: float) -> None:
+def _publish_again(run: RepublishedRun, again: Sig, delay: float) -> None:
     """Publish; a message that cannot be published must not be lost.
 
     With late acks the broker still has the delivery. In an outage of the broker it is rejected after a pause, and the
@@ -251,12 +260,14 @@ def _publish_again(task: IdempotentTask, request: Context, again: Sig, delay: fl
 
     Raises:
         Reject: if the broker gives it out again.
-        StaysError: after a pause, if it is to ask again here.
+        NotRepublishedError: after a pause, if it is to ask again here.
     """
+    task, request = run.task, run.request
     if exchanges.is_broadcast(request) and _broker(task).transport.driver_type == "redis":
         # Redis broadcasts with PUBLISH: nothing can be put into the queue of one worker.
-        time.sleep(min(delay, _LONGEST_STAY))
-        raise StaysError
+        if not run.shield.pause(min(delay, _LONGEST_STAY)):
+            run.shield.open()
+        raise NotRepublishedError
     try:
         again.apply_async()
         return
@@ -275,7 +286,8 @@ def _publish_again(task: IdempotentTask, request: Context, again: Sig, delay: fl
         reason,
     )
     try:
-        time.sleep(pause)
+        if not run.shield.pause(pause):
+            run.shield.open()
     except SoftTimeLimitExceeded:
         # It would be failed for what it has not even begun, or has done.
         back = back or bool(late)
@@ -283,17 +295,57 @@ def _publish_again(task: IdempotentTask, request: Context, again: Sig, delay: fl
             raise
     if back:
         raise Reject(reason, requeue=True)
-    raise StaysError(reason)
+    raise NotRepublishedError(reason)
 
 
-def _is_outage(task: IdempotentTask, error: Exception) -> bool:
+def _is_outage(task: AnyTask, error: Exception) -> bool:
     """Is it the broker that fails, and not what it was asked to take?"""
     if isinstance(error, (OperationalError, LimitExceeded, OSError)):
         return True
     return isinstance(error, _broker(task).connection_errors)
 
 
-def _broker(task: IdempotentTask) -> Any:
+def _broker(task: AnyTask) -> Any:
     """Return the connection that messages are published by, as Celery asks it."""
     pool: Any = task.app.pool
     return pool.connection
+
+
+# -- how long a broker waits for an acknowledgement -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedeliveryTimeout:
+    """``option`` is the transport's option for it. A dead worker's message comes again after ``seconds``."""
+
+    option: str
+    seconds: float
+
+
+#: Of kombu's transports: the option, and its default. Those that are missing notice that a connection is gone, or (as
+#: Azure's Storage Queues) delete a message when they receive it, and deliver none again.
+_TRANSPORTS = {
+    "redis": ("visibility_timeout", 3600.0),
+    "rediss": ("visibility_timeout", 3600.0),
+    "sentinel": ("visibility_timeout", 3600.0),
+    "sqs": ("visibility_timeout", 1800.0),
+    "pgmq": ("visibility_timeout", 1800.0),
+    "gcpubsub": ("ack_deadline_seconds", 240.0),
+    "azureservicebus": ("peek_lock_seconds", 60.0),
+}
+
+
+def redelivery_timeout(app: Celery) -> RedeliveryTimeout | None:
+    """Return how long the broker that the app reads from waits, ``None`` if it redelivers at once or never."""
+    url = cast("object", app.conf.broker_read_url)  # its stub knows one URL only
+    first = url[0] if isinstance(url, (list, tuple)) and url else url
+    scheme = str(first or "").partition("://")[0].partition("+")[0].lower()
+    if scheme not in _TRANSPORTS:
+        return None
+    option, default = _TRANSPORTS[scheme]
+    options = app.conf.broker_transport_options or {}
+    try:
+        seconds = float(options.get(option) or default)  # may be text, as in the query of a URL
+    except (TypeError, ValueError):
+        seconds = default  # kombu refuses it
+    return RedeliveryTimeout(option=option, seconds=seconds)

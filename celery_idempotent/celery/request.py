@@ -22,19 +22,17 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.celery import exchanges, running
-from celery_idempotent.celery.delivery import brings_callbacks
+from celery_idempotent.celery import exchanges
+from celery_idempotent.celery.callbacks import brings_callbacks, outcome_of
+from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.celery.republish import Dropped
-from celery_idempotent.celery.undelivered import outcome_of
+from celery_idempotent.events import Line, Reporter, counters, worker_name
 from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.protocol.counters import counters
-from celery_idempotent.protocol.telling import Line, Reporter
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.definition import DefinedTask
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class Lost:
         store                     └──────────────────────────────────────────────────────── claimed, by a dead child
     """
 
-    task: IdempotentTask
+    task: DefinedTask
     identity: Identity
     task_id: str
     pid: int
@@ -145,7 +143,7 @@ class Request(CeleryRequest):
     """A delivery as the worker's main process sees it."""
 
     #: Celery makes a subclass for each task.
-    task: IdempotentTask
+    task: DefinedTask
 
     _loss_handled = False
 
@@ -222,7 +220,7 @@ class Request(CeleryRequest):
             return None  # one of Celery's own, or switched off
         headers = self.request_dict
         args, kwargs, _ = self._payload  # type: ignore[attr-defined]  # Celery has it
-        identified = running.identify_delivery(
+        identified = identify_delivery(
             definition,
             {**as_mapping(headers.get("stamps")), **headers},
             args,
@@ -238,7 +236,7 @@ class Request(CeleryRequest):
             # Here, not in the thread: a child that is forked while a thread imports the store's modules would find
             # their import locks taken for ever.
             store=get_store(task.app),
-            reporter=definition.runner.reporter,
+            reporter=definition.reporter,
             give_up=time.monotonic() + definition.policy.lease_ms / 1000,
         )
 

@@ -15,15 +15,15 @@ from __future__ import annotations
 import logging
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from celery_idempotent import signals
-from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery.definition import DefinedTask, Definition
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
+from celery_idempotent.events import Line
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import read_stamp, with_stamp
-from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import (
     Held,
     Mismatched,
@@ -35,9 +35,6 @@ from celery_idempotent.records import (
     State,
 )
 from celery_idempotent.stores import Store, get_store
-
-if TYPE_CHECKING:
-    from celery_idempotent.celery.task import IdempotentTask
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ class SendCall(Protocol):
 
 
 def reserve_and_send(
-    task: IdempotentTask,
+    task: DefinedTask,
     definition: Definition,
     identified: Identified,
     send_call: SendCall,
@@ -69,7 +66,7 @@ def reserve_and_send(
     """
     store = get_store(task.app)
     identity, task_id = identified.identity, options["task_id"]
-    report = partial(definition.runner.reporter.report, store=store)
+    report = partial(definition.reporter.report, store=store)
     try:
         answer = _reserve(store, definition, identified, options)
     except IdempotencyError as error:

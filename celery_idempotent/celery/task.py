@@ -1,42 +1,31 @@
-"""``IdempotentTask``: translates between Celery and the runner, and back."""
+"""``IdempotentTask``: what Celery calls, and where each of these calls goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.functional import maybe_list
 
-from celery_idempotent.celery import (
-    installation,
-    publishing,
-    replacing,
-    republish,
-    running,
-)
-from celery_idempotent.celery.definition import Definition, define, is_celerys_own
-from celery_idempotent.celery.delivery import current_due
-from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
+from celery_idempotent.celery import callbacks, installation, publishing, replacing
+from celery_idempotent.celery.definition import define, is_celerys_own
+from celery_idempotent.celery.delivery import Delivery, deliver, delivery_of, next_after_ours
 from celery_idempotent.celery.record_methods import RecordMethods
 from celery_idempotent.celery.typed import Result, Sig
-from celery_idempotent.celery.undelivered import BackendAfterSettle
-from celery_idempotent.errors import (
-    FingerprintMismatch,
-    IdempotencyError,
-    InProgress,
-    InvalidOption,
-)
+from celery_idempotent.errors import FingerprintMismatch, InProgress, InvalidOption
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
-from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
+from celery_idempotent.protocol.policy import PREFIX, is_explicit
+from celery_idempotent.protocol.run import OnCommit, give_back, run_in_progress, unguarded
 from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.app.task import Context
 
-    from celery_idempotent.protocol.calls import OnCommit
     from celery_idempotent.stores.base import Store
+
+#: On a ``__call__`` that was put before that of another base.
+_FIRST = "idempotency_first"
 
 
 class IdempotentTask(RecordMethods):
@@ -55,9 +44,6 @@ class IdempotentTask(RecordMethods):
 
     #: The acknowledgement options that the task does not set itself.
     _open: tuple[str, ...]
-
-    #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
-    _definition: Definition | None = None
 
     # -- definition ----------------------------------------------------------------------------------------------------
 
@@ -83,19 +69,11 @@ class IdempotentTask(RecordMethods):
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
             installation.install_tasks(app)
-            put_claim_first(cls, vars(IdempotentTask)["__call__"], IdempotentTask._enter)
-            cls._definition = define(cls, IdempotentTask, app)
+            _put_claim_first(cls)
+            definition = define(cls, IdempotentTask, app)
+            cls._definition = definition
+            cls._active = None if off else definition
         return bound
-
-    def _defined(self) -> Definition | None:
-        """Return what :meth:`bind` found; ``None``: left alone.
-
-        Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
-        does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
-        """
-        if self._definition is None and not is_celerys_own(self):
-            self.bind(self.app)
-        return self._definition
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; options are read when the task is defined.
@@ -106,26 +84,6 @@ class IdempotentTask(RecordMethods):
         if name.startswith(PREFIX):
             raise InvalidOption(f"{name} of task {self.name} is read when the task is defined.")
         super().__setattr__(name, value)
-
-    def idempotency_definition(self) -> Definition | None:
-        """Return the definition of a task that is not left alone, nor switched off."""
-        definition = self._defined()
-        return None if definition is None or definition.policy.mode == "off" else definition
-
-    @property
-    def idempotency_policy(self) -> Policy:
-        """The checked options of this task.
-
-        Raises:
-            IdempotencyError: for one of Celery's own tasks.
-        """
-        return self._ours().policy
-
-    def _ours(self) -> Definition:
-        definition = self._defined()
-        if definition is None:
-            raise IdempotencyError(f"{self.name} is Celery's own task and runs as Celery runs it.")
-        return definition
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
@@ -177,56 +135,23 @@ class IdempotentTask(RecordMethods):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
-        request = self.request
-        entry = entry_of(request)
-        if entry is None:
-            return self._enter(None, args, kwargs, request)
-        # After the bases in front of this one; or the body calls its own task.
-        way = super().__call__ if entry.arrived else self._last_step(entry)
-        return way(*args, **kwargs)
-
-    def _enter(
-        self,
-        way: Callable[..., object] | None,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        request: Context | None = None,
-    ) -> object:
-        """Go ``way`` to ``run`` (``None``: no base is in front of this one), under a claim if this is a delivery."""
-        if request is None:
-            request = self.request
-        definition = self.idempotency_definition()
-        if definition is None or request.called_directly or entry_of(request):
-            return (way or super().__call__)(*args, **kwargs)
-        current_due.set(None)
-        with Entry(request, overridden=definition.overridden) as entry:
-            way = way or self._last_step(entry)
-            if definition.policy.atomic:
-                body = repeatable(way, args, kwargs, eager=bool(request.is_eager))
-            else:
-                body = partial(way, *args, **kwargs)
-            while True:
-                try:
-                    call = running.call_of(self, definition, request, args, kwargs)
-                    return running.run_once(self, definition, request, call, body)
-                except republish.StaysError:  # noqa: PERF203  after a pause; what ran is recorded
-                    continue
-
-    def _last_step(self, entry: Entry) -> Callable[..., object]:
-        """Return what is behind this class: ``run``, or another base on the way to it."""
-        entry.arrived = True
-        if entry.overridden:
-            return super().__call__
-        # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
-        entry.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
-        return self.run
+        request: Any = self.request
+        run = delivery_of(request)
+        if run is not None and not run.reached_run:  # after the bases in front of this one
+            return next_after_ours(run)(*args, **kwargs)
+        definition = self._active or self.idempotency_definition()
+        if run is not None or definition is None or request.called_directly:
+            return super().__call__(*args, **kwargs)
+        return deliver(self, definition, request, None, args, kwargs)
 
     @property
     def backend(self) -> Any:
         """The result backend, as with any task; between the settle and the end of the delivery, a view of it."""
-        due = current_due.get()
         backend = super().backend
-        return backend if due is None else BackendAfterSettle(backend, due)
+        requests: Any = self.request_stack  # None before the task is bound
+        request: Any = None if requests is None else requests.top
+        pending = None if request is None else vars(request).get(callbacks.PENDING)
+        return backend if pending is None else callbacks.BackendAfterSettle(backend, pending)
 
     @backend.setter
     def backend(self, backend: object) -> None:
@@ -255,12 +180,12 @@ class IdempotentTask(RecordMethods):
         """Retry, as Celery does; the key is released before the retry is published."""
         outcome = super().retry(*args, **kwargs)
         # Only throw=False comes here. An eager retry is not published but run when this run is over.
-        claim = current_claim()
-        if claim is not None and self.request.is_eager and claim.phase is not Phase.RELEASED:
-            if claim.transaction is not None:
-                claim.after_rollback = lambda: self._ours().runner.release(claim)
+        run = run_in_progress()
+        if run is not None and self.request.is_eager and run.phase is not Phase.RELEASED:
+            if run.transaction is not None:
+                run.after_rollback = lambda: give_back(run)
             else:
-                self._ours().runner.release(claim)
+                give_back(run)
         return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------
@@ -275,6 +200,33 @@ class IdempotentTask(RecordMethods):
         claim = current_claim()
         if claim is not None:
             return claim
-        definition, request = self._ours(), self.request
-        call = running.call_of(self, definition, request, request.args or (), request.kwargs or {})
-        return definition.runner.unguarded_claim(call)
+        request: Any = self.request
+        args, kwargs = request.args or (), request.kwargs or {}
+        return unguarded(Delivery(self, self._ours(), request, args, kwargs))
+
+
+def _put_claim_first(task: type[IdempotentTask]) -> None:
+    """Have the claim made before the ``__call__`` of any other base, whatever their order.
+
+    ::
+
+        class Contextual(Task):  __call__: with flask_app.app_context(): return self.run(…)
+
+        (IdempotentTask, Contextual)    claim ─ Contextual ─ run       as the classes say
+        (Contextual, IdempotentTask)    claim ─ Contextual ─ run       by this
+
+    A transaction that a base opens around the run thus ends before the record says COMPLETED.
+    """
+    found: Any = inspect.getattr_static(task, "__call__")
+    if found is vars(IdempotentTask)["__call__"] or hasattr(found, _FIRST):
+        return
+
+    def __call__(self: IdempotentTask, *args: object, **kwargs: object) -> Any:  # noqa: N807
+        call_next, request = found.__get__(self, type(self)), self.request
+        definition = self.idempotency_definition()
+        if definition is None or request.called_directly or delivery_of(request) is not None:
+            return call_next(*args, **kwargs)
+        return deliver(self, definition, request, call_next, args, kwargs)
+
+    setattr(__call__, _FIRST, True)
+    setattr(task, "__call__", __call__)  # noqa: B010  of a class, which mypy takes for a slip

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_idempotent.celery.typed import Sig
-    from celery_idempotent.protocol.calls import OnCommit
+    from celery_idempotent.protocol.run import OnCommit
     from celery_idempotent.stores.base import Store
 
     DjangoBase = DjangoTask[Any, Any]

@@ -15,7 +15,7 @@ from celery_idempotent.protocol.claim import current_claim
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from celery_idempotent.protocol.calls import OnCommit
+    from celery_idempotent.protocol.run import OnCommit
     from celery_idempotent.stores.base import Store
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import Operation, is_live, offered
-from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.operations.acting import EFFECTS
 from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps

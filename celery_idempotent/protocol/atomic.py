@@ -4,7 +4,7 @@
 
     claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is still ours ─▶ COMMIT ─▶ ack
                            │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
-                           │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see Endings), raise
+                           │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see end_failed), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
 Once the settle is written, an exception does not tell whether the COMMIT was done. The database knows, and is asked.
@@ -18,24 +18,28 @@ and may have committed) is raised as it is.
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from contextlib import suppress
-from enum import Enum
+from functools import partial
 
-from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import unfinished
-from celery_idempotent.protocol.calls import (
+from celery_idempotent import backoff, signals
+from celery_idempotent.errors import (
     STORE_ERRORS,
-    Body,
-    Call,
-    CallResult,
-    Codec,
-    Ran,
-    StoreFailed,
+    LeaseLost,
+    StoreMisconfigured,
+    StoreUnavailable,
 )
-from celery_idempotent.protocol.claim import Claim, Phase
-from celery_idempotent.protocol.endings import Commit, End, Endings
+from celery_idempotent.protocol import unfinished
+from celery_idempotent.protocol.claim import Phase
+from celery_idempotent.protocol.run import (
+    Body,
+    Run,
+    find_newer_claim,
+    release,
+    report_settled,
+)
 from celery_idempotent.records import SettleRequest, State
 from celery_idempotent.stores.base import Store, Transaction
 
@@ -43,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 #: So often a run begins again at once when its transaction failed at the very end.
 MAX_REPEATS = 4
+
+#: It waits so long at first, in seconds, so that those who collided do not meet again.
+_FIRST_REPEAT = 0.02
 
 
 def transactional(store: Store, task: str) -> Store:
@@ -59,11 +66,41 @@ def transactional(store: Store, task: str) -> Store:
     )
 
 
+def run_body(run: Run, body: Body) -> object:
+    """Call a body in a transaction, and settle as the last statement of it: see :attr:`.Run.in_transaction`.
+
+    Raises:
+        BaseException: whatever the body raised, or the database at the commit.
+    """
+    if run.phase is Phase.UNGUARDED or run.policy.mode == "observe":
+        return _without_settle(run, body)
+    attempt = _Attempt(run, body)
+    try:
+        return attempt.run()
+    except BaseException as error:  # noqa: BLE001  raised again, but for what the database undid
+        return attempt.undone(error)
+
+
+def _without_settle(run: Run, body: Body) -> object:
+    """Call a body that expects a transaction, where nothing is settled in it."""
+    returned = False
+    try:
+        with transactional(run.open_store(), run.name).transaction(None):
+            run.shield.open()
+            value = body()
+            run.shield.closed = returned = True
+    except Exception as error:
+        if not returned:
+            raise
+        raise run.late_error(error) from None
+    return value
+
+
 class _NotToCommitError(Exception):
     """The body returned after it had asked for a retry."""
 
 
-class Stage(Enum):
+class Stage(enum.Enum):
     """How far a run in a transaction has come; it says what an exception means.
 
     ::
@@ -74,32 +111,18 @@ class Stage(Enum):
     """
 
     BEGINNING = "nothing was done"
-    BODY = "the body is at work: it is rolled back"
+    BODY = "the body is running: it is rolled back"
     SETTLING = "the body returned, and its end state is not written yet: it is rolled back"
     REFUSED = "the claim is over: there is a newer one, or the record was settled or forgotten"
     COMMITTING = "the settle is written: the database decides, and is asked"
 
 
-class AtomicRun:
-    """Calls a body in a transaction, and settles as the last statement of it."""
+class _Attempt:
+    """One call of the body, in one transaction."""
 
-    def __init__(
-        self,
-        call: Call,
-        claim: Claim,
-        body: Body,
-        *,
-        codec: Codec,
-        endings: Endings,
-        repeats: int,
-    ) -> None:
-        self._call = call
-        self._claim = claim
+    def __init__(self, run: Run, body: Body) -> None:
+        self._run = run
         self._body = body
-        self._codec = codec
-        self._endings = endings
-        #: So often the run began again already.
-        self._repeats = repeats
         self._stage = Stage.BEGINNING
         #: What the body returned, or the exception that it raised because another task carries on.
         self._value: object = None
@@ -108,27 +131,25 @@ class AtomicRun:
         #: The store failed before the body, or at the settle: nothing is committed.
         self._trouble: StoreUnavailable | StoreMisconfigured | None = None
 
-    def __call__(self) -> object:
-        """Return what the body returned, once that is committed.
-
-        Raises:
-            BaseException: whatever the body raised, or the database at the commit.
-        """
-        claim = self._claim
+    def run(self) -> object:
+        """Return what the body returned, once that is committed."""
+        run = self._run
         try:
-            store = transactional(claim.store, self._endings.name)
-            with store.transaction(claim.record) as transaction:
+            store = transactional(run.store, run.name)
+            with store.transaction(run.record) as transaction:
                 self._stage = Stage.BODY
-                claim.transaction = self._transaction = transaction
+                run.transaction = self._transaction = transaction
                 try:
+                    run.shield.open()
                     self._value = self._body()
                 except Exception as error:
-                    if not claim.replaced:
+                    if not run.replaced:
                         raise
                     self._left = error  # another task carries on: what this one wrote stays
-                if unfinished.is_unfinished(self._value):
-                    raise unfinished.close(self._endings.name, self._value)
-                if claim.after_rollback is not None:
+                run.shield.closed = True
+                if unfinished.is_unfinished(type(self._value)):  # type: ignore[arg-type]  # classes are hashable
+                    raise unfinished.close(run.name, self._value)
+                if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._settle(transaction)
         except _NotToCommitError:
@@ -143,23 +164,24 @@ class AtomicRun:
                 self._stage = Stage.REFUSED
             raise
         finally:
-            claim.transaction = None
-        self._endings.report_settled(self._call, claim)
+            run.shield.closed = True
+            run.transaction = None
+        report_settled(run, State.COMPLETED)
         if self._left is not None:
             raise self._left
         return self._value
 
     def _settle(self, transaction: Transaction) -> None:
-        claim, self._stage = self._claim, Stage.SETTLING
-        claim.settling_since = time.monotonic()
+        run, self._stage = self._run, Stage.SETTLING
+        run.settling_since = time.monotonic()
         try:
             done = transaction.settle(
                 SettleRequest(
-                    record=claim.record,
+                    record=run.record,
                     state=State.COMPLETED,
-                    value=None if claim.replaced else self._codec.dump_value(self._value),
-                    keep_ms=self._endings.policy.settled_keep_ms,
-                    replaced=claim.replaced,
+                    value=None if run.replaced else run.codec.dump_value(self._value),
+                    keep_ms=run.settled_keep_ms,
+                    replaced=run.replaced,
                 )
             )
         except StoreUnavailable as error:
@@ -172,8 +194,8 @@ class AtomicRun:
             raise LeaseLost("a newer claim has the key: the transaction is rolled back")
         self._stage = Stage.COMMITTING
 
-    def undone(self, error: BaseException) -> CallResult | End:
-        """Act on the exception that the transaction ended with; an :class:`End` if the call is to claim again.
+    def undone(self, error: BaseException) -> object:
+        """Act on the exception that the transaction ended with: raise it, or have the call claim again.
 
         Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
         struck right after it::
@@ -181,90 +203,99 @@ class AtomicRun:
             settle ─▶ COMMIT ─✂─ the connection is gone ─▶ wait for the row ─▶ settled: it was committed
                                                               └─ it is not ─▶ it was rolled back: again, or raise
         """
-        call, claim, endings = self._call, self._claim, self._endings
-        at_exit = not isinstance(error, Exception)
+        run = self._run
         with suppress(*STORE_ERRORS):
-            claim.store.abandon(claim.record)
+            run.store.abandon(run.record)
+        if run.phase is Phase.SETTLED:
+            return self._committed(error)
         if self._stage is Stage.COMMITTING:
-            return self._decided(error, at_exit=at_exit)
-        if not at_exit:
+            return self._decided(error)
+        if isinstance(error, Exception):
             if self._stage is Stage.REFUSED:
-                return End.NEWER_CLAIM if endings.check_newer_claim(call, claim) else End.GONE
-            if claim.after_rollback is not None:
+                if not find_newer_claim(run):
+                    run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
+                return None
+            if run.after_rollback is not None:
                 self._follow_up()
                 raise error
             if self._trouble is not None:
                 # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
                 # should that message be lost.
-                endings.release(claim, requeue_ms=claim.renewal.lease_ms, error=self._trouble)
-                endings.report_store_failed(call, claim, self._trouble)
-                return StoreFailed(self._trouble, begun=True)
+                release(run, requeue_ms=run.policy.lease_ms, error=self._trouble)
+                run.reporter.report(
+                    signals.store_failed,
+                    run.identity,
+                    run.task_id,
+                    run.record,
+                    store=run.store,
+                    error=self._trouble,
+                )
+                run.store_failed(self._trouble, begun=True)
         return self._rolled_back(error)
 
     def _follow_up(self) -> None:
         """Do what waits for the rollback: free the key, publish the retry."""
-        claim = self._claim
-        act, claim.after_rollback = claim.after_rollback, None
+        act, self._run.after_rollback = self._run.after_rollback, None
         if act is not None:
             act()
 
-    def _decided(self, error: BaseException, *, at_exit: bool) -> CallResult | End:
-        """Act on what the database made of the commit."""
-        call, claim, endings = self._call, self._claim, self._endings
-        commit = Commit.COMMITTED
-        if claim.phase is not Phase.SETTLED:
-            commit = endings.find_commit_outcome(call, claim, at_exit=at_exit)
-        match commit:
-            case Commit.ROLLED_BACK:
-                if not at_exit and endings.check_newer_claim(call, claim):
-                    return End.NEWER_CLAIM
-                return self._rolled_back(error)
-            case _ if at_exit:
-                raise error
-            case Commit.IN_DOUBT:
-                return StoreFailed(
-                    StoreUnavailable(
-                        f"it is unknown whether the transaction of {call.identity} was committed"
-                    ),
-                    begun=True,
-                )
-            case Commit.COMMITTED:
-                if self._left is not None:
-                    raise self._left
-                return Ran(self._value)
-
-    def _rolled_back(self, error: BaseException) -> End:
-        """End a run that left nothing behind: raise, or return why the call is to claim again."""
-        call, claim, endings = self._call, self._claim, self._endings
-        claim.replaced = False  # its replacement is rolled back as well
-        at_end = self._stage in (Stage.SETTLING, Stage.COMMITTING)
-        if at_end and isinstance(error, Exception):
-            assert self._transaction is not None
-            if self._transaction.passes(error) and self._repeats < MAX_REPEATS:
-                logger.info(
-                    "idempotency: task %s of %s was rolled back at its end (%s), and runs again at once",
-                    call.task_id,
-                    call.identity,
-                    type(error).__name__,
-                )
-                endings.release(claim, requeue_ms=claim.renewal.lease_ms, error=error)
-                return End.ROLLED_BACK
-            error = call.late_error(error)
-        end = endings.end_failed(call, claim, error)
-        if end is not End.NEWER_CLAIM:
+    def _committed(self, error: BaseException) -> object:
+        if not isinstance(error, Exception):
             raise error
-        return end
+        if self._left is not None:
+            raise self._left
+        return self._value
 
+    def _decided(self, error: BaseException) -> object:
+        """Act on what the database made of the commit.
 
-def in_transaction(store: Store, call: Call, task: str, body: Body) -> object:
-    """Call a body that expects a transaction, where nothing is settled in it."""
-    returned = False
-    try:
-        with transactional(store, task).transaction(None):
-            value = body()
-            returned = True
-    except Exception as error:
-        if not returned:
-            raise
-        raise call.late_error(error) from None
-    return value
+        Its row is locked until the transaction ends, and every writer waits for that, this question and a sweep as
+        well::
+
+            run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the row … COMPLETED: committed
+            sweep                                      (the lease runs out) ─ wait for the row … COMPLETED: no crash
+            database                                  COMMIT is running ─────────────────────── committed
+        """
+        run, at_exit = self._run, not isinstance(error, Exception)
+        until = time.monotonic() + (0 if at_exit else run.policy.lease_ms / 1000)
+        ask = partial(run.store.committed, run.record)
+        try:
+            committed = backoff.persist(ask, until=until, errors=STORE_ERRORS)
+        except STORE_ERRORS:
+            run.phase = Phase.ENDED
+            if at_exit:
+                raise error from None
+            run.store_failed(
+                StoreUnavailable(
+                    f"it is unknown whether the transaction of {run.identity} was committed"
+                ),
+                begun=True,
+            )
+        if committed:
+            report_settled(run, State.COMPLETED)
+            return self._committed(error)
+        if not at_exit and find_newer_claim(run):
+            return None
+        return self._rolled_back(error)
+
+    def _rolled_back(self, error: BaseException) -> object:
+        """End a run that left nothing behind: raise, or have the call claim again."""
+        run = self._run
+        run.replaced = False  # its replacement is rolled back as well
+        at_end = self._stage in (Stage.SETTLING, Stage.COMMITTING)
+        if not at_end or not isinstance(error, Exception):
+            raise error
+        assert self._transaction is not None
+        if not self._transaction.passes(error) or run.repeats >= MAX_REPEATS:
+            raise run.late_error(error)
+        logger.info(
+            "idempotency: task %s of %s was rolled back at its end (%s), and runs again at once",
+            run.task_id,
+            run.identity,
+            type(error).__name__,
+        )
+        run.repeats += 1
+        release(run, requeue_ms=run.policy.lease_ms, error=error)
+        run.shield.pause(backoff.seconds(run.repeats, first=_FIRST_REPEAT))
+        run.phase = Phase.UNDONE
+        return None

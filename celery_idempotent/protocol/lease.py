@@ -25,10 +25,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.counters import counters
+from celery_idempotent.events import counters
+from celery_idempotent.protocol.claim import Claim, Phase
 
 if TYPE_CHECKING:
-    from celery_idempotent.protocol.claim import Claim
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Heartbeat:
         self._lock = _thread.allocate_lock()
         self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[weakref.ref[Claim], float] = {}
-        self._started = False
+        self._started = counters.has_writer = False
         self._used = False
         self._finishing: list[_thread.LockType] = []
         self._tick = float("inf")
@@ -84,21 +84,22 @@ class Heartbeat:
 
     def add(self, claim: Claim) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
-        interval = claim.renewal.lease_ms / 3000
+        interval = claim.policy.lease_ms / 3000
         due = claim.renewed_at + interval
         with self._lock:
             self._used = True
             self._due[weakref.ref(claim)] = due
             self._tick = min(self._tick, interval)
-            self._start()
+            if not self._started:
+                self._start()
             early = due < self._next
         if early:
             self._ring()
 
     def start(self) -> None:
         """Let the thread work though there is nothing to renew: something was counted."""
-        if not self._started:
-            with self._lock:
+        with self._lock:
+            if not self._started:
                 self._start()
 
     def finish(self) -> None:
@@ -121,12 +122,11 @@ class Heartbeat:
             self._due.pop(weakref.ref(claim), None)
 
     def _start(self) -> None:
-        if not self._started:
-            self._bell = _thread.allocate_lock()
-            # In this order: if a time limit strikes between these two lines, a process may have two heartbeats, but
-            # never none.
-            _thread.start_new_thread(self._beat, ())
-            self._started = True
+        self._bell = _thread.allocate_lock()
+        # In this order: if a time limit strikes between these two lines, a process may have two heartbeats, but never
+        # none.
+        _thread.start_new_thread(self._beat, ())
+        self._started = counters.has_writer = True
 
     def _ring(self) -> None:
         with suppress(RuntimeError):  # rung already
@@ -167,12 +167,12 @@ class Heartbeat:
         with self._lock:
             # Before the last look at the counts. Another thread counts first and then reads _started: so either this
             # one sees the count, or that one sees that it must start a heartbeat.
-            self._started = False
+            self._started = counters.has_writer = False
             wanted = asked or (idle_s >= LINGER and counters.empty)
             if wanted and not self._due and not self._finishing:
                 self._tick = self._next = float("inf")
                 return True
-            self._started = True
+            self._started = counters.has_writer = True
             soonest = min(self._due.values(), default=float("inf"))
             self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
             return False
@@ -181,7 +181,7 @@ class Heartbeat:
         by_store: dict[Store, list[Claim]] = defaultdict(list)
         for known in due:
             claim = known()
-            if claim is not None and claim.prepare_renewal():
+            if claim is not None and claim.phase is Phase.RUNNING and not claim.lost:
                 by_store[claim.store].append(claim)
             else:
                 with self._lock:
@@ -194,7 +194,7 @@ class Heartbeat:
         alive: list[bool] | None = None
         sent = time.monotonic()
         try:
-            alive = store.renew([claim.renewal for claim in claims])
+            alive = store.renew([claim.renewal() for claim in claims])
         except IdempotencyError as error:
             logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
         except Exception:
@@ -202,8 +202,8 @@ class Heartbeat:
         for claim in self._renewed(claims, alive, sent):
             logger.warning(
                 "idempotency: the claim of %s (token %d) is lost before it is settled",
-                claim.renewal.identity,
-                claim.renewal.token,
+                claim.identity,
+                claim.token,
             )
 
     def _renewed(self, claims: list[Claim], alive: list[bool] | None, sent: float) -> list[Claim]:
@@ -214,14 +214,14 @@ class Heartbeat:
                 known = weakref.ref(claim)
                 if known not in self._due:
                     continue
-                interval = claim.renewal.lease_ms / 3000
+                interval = claim.policy.lease_ms / 3000
                 if alive is None:
                     self._due[known] = time.monotonic() + min(interval / 3, RETRY_AFTER)
                 elif alive[index]:
                     claim.renewed_at = sent
                     self._due[known] = sent + interval
                 else:
-                    claim.lose()
+                    claim.lost = True
                     del self._due[known]
                     lost.append(claim)
         return lost
@@ -229,5 +229,6 @@ class Heartbeat:
 
 #: The heartbeat of this process.
 heartbeat = Heartbeat()
+counters.start_writer = heartbeat.start
 # A daemon thread lives until all atexit functions have returned; no new thread can be started at that time.
 atexit.register(heartbeat.finish)

@@ -25,14 +25,12 @@ def kind_of(function: object) -> str:
     return ""
 
 
-def is_unfinished(value: object) -> bool:
-    """Is this a run that has not come to its end, in place of a result?"""
-    return _are_unfinished(type(value))  # type: ignore[arg-type]  # classes are hashable
-
-
 @lru_cache(maxsize=256)
-def _are_unfinished(kind: type) -> bool:
-    """Are values of this class such? Remembered: to ask abstract classes takes a hundred times as long."""
+def is_unfinished(kind: type) -> bool:
+    """Is a value of this class a run that has not come to its end, in place of a result?
+
+    Remembered: to ask abstract classes takes a hundred times as long.
+    """
     return issubclass(kind, (Awaitable, Generator, AsyncGenerator))
 
 

@@ -17,7 +17,7 @@ from celery.result import AsyncResult
 from kombu import Connection, Queue
 
 from celery_idempotent import Record, get_store
-from celery_idempotent.celery.running import identify_delivery
+from celery_idempotent.celery.delivery import identify_delivery
 from tests.faults.sending_app import CONF, label_of, make_app
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger

@@ -15,7 +15,7 @@ import pytest
 from celery.result import AsyncResult
 
 from celery_idempotent import TooManyCrashes
-from celery_idempotent.celery.running import identify_delivery
+from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.records import Claimed, ClaimRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.conftest import Stage

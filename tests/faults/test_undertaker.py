@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from celery_idempotent.celery.running import identify_delivery
+from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.records import Claimed, ClaimRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
@@ -33,7 +33,7 @@ import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
 from celery_idempotent.celery import request
-from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.events import worker_name
 from tests.faults.app import app
 
 app.finalize()

@@ -28,8 +28,7 @@ from celery_idempotent.celery.operations import OperationRequest, Outcome, opera
 from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.django.http.describing import describe
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol.calls import Ran, StoreFailed
-from celery_idempotent.protocol.runner import Runner
+from celery_idempotent.protocol.run import Body, Run
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
 from tests.http.kinds import HANDLERS, kinds
@@ -226,12 +225,12 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
 ) -> None:
     """The store is lost before the view, which may have run before, or with the answer of the COMMIT."""
 
-    def lost(self: Any, call: Any, body: Any) -> StoreFailed:
+    def lost(run: Run, body: Body) -> None:
         body()
-        return StoreFailed(StoreUnavailable("nobody knows whether it is committed"))
+        run.store_failed(StoreUnavailable("nobody knows whether it is committed"))
 
-    def down(self: Any, call: Any, body: Any) -> StoreFailed:
-        return StoreFailed(StoreUnavailable("it is down"))
+    def down(run: Run, _: Body) -> None:
+        run.store_failed(StoreUnavailable("it is down"))
 
     site, note, key = Site(options), new_key(), new_key()
     assert site.ask(f"/plain?note={note}", key).status_code == 200
@@ -242,7 +241,7 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
             "Whether an earlier request with this key was carried out is not known; this one was not.",
         ),
     ):
-        monkeypatch.setattr(Runner, "execute", execute_)
+        monkeypatch.setattr("celery_idempotent.django.http.guards.execute", execute_)
         answer = site.ask(f"/plain?note={note}", key)
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert answer.json()["detail"].startswith(said)
@@ -252,7 +251,9 @@ def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are read by then, and its user may have changed."""
-    monkeypatch.setattr(Runner, "execute", lambda _, __, body: (body(), Ran(body()))[1])
+    monkeypatch.setattr(
+        "celery_idempotent.django.http.guards.execute", lambda _, body: (body(), body())[1]
+    )
     site, note = Site(options), new_key()
     answer = site.ask(f"/plain?note={note}", new_key())
     assert (answer.status_code, answer.json()["code"]) == (503, "rolled_back")

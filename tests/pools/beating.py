@@ -27,6 +27,7 @@ def main() -> None:
         _patch()
     from celery_idempotent.protocol.claim import Claim, Phase
     from celery_idempotent.protocol.lease import heartbeat
+    from celery_idempotent.protocol.policy import Policy
     from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
     from celery_idempotent.stores.memory import MemoryStore
 
@@ -57,10 +58,10 @@ def main() -> None:
             )
         )
         assert isinstance(answer, Claimed)
-        lease = Renewal(
-            identity=identity, token=answer.record.token, lease_ms=_LEASE_MS, keep_ms=_LEASE_MS
-        )
-        claim = Claim(store, answer.record, lease, None, sent=time.monotonic())  # type: ignore[arg-type]  # takes no steps
+        claim = Claim()
+        claim.phase, claim.store, claim.record = Phase.RUNNING, store, answer.record
+        claim.identity, claim.renewed_at = identity, time.monotonic()
+        claim.policy = Policy(lease_ms=_LEASE_MS, retention_ms=_LEASE_MS)
         claims.append(claim)
         heartbeat.add(claims[-1])
     longest = 0.0
@@ -76,7 +77,7 @@ def main() -> None:
             {
                 "renewals": renewals,
                 "longest": longest,
-                "lost": [c.phase is Phase.LOST for c in claims],
+                "lost": [c.lost for c in claims],
             }
         )
     )

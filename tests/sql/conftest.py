@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("django")
 
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.protocol.counters import counters
+from celery_idempotent.events import counters
 from tests.sql import databases
 from tests.sql.pooler import pgbouncer
 from tests.support.debian import program
@@ -48,7 +48,7 @@ def sql_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database
 def _aliases(sql_databases: Databases) -> Iterator[dict[str, DjangoStore]]:
     stores: dict[str, DjangoStore] = {}
     yield stores
-    counters._counts.clear()  # or they are written when the aliases are gone
+    counters.counts.clear()  # or they are written when the aliases are gone
     for alias, store in stores.items():
         store.close()
         databases.drop_alias(alias)

@@ -21,7 +21,7 @@ django.setup()
 from django.db import connection  # noqa: E402
 
 from celery_idempotent.django import IdempotentTask  # noqa: E402
-from celery_idempotent.protocol.counters import counters  # noqa: E402
+from celery_idempotent.events import counters  # noqa: E402
 from celery_idempotent.protocol.lease import heartbeat  # noqa: E402
 from celery_idempotent.signals import conflicted, replayed  # noqa: E402
 

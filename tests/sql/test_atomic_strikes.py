@@ -18,10 +18,10 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.protocol.calls import Ran
 from celery_idempotent.records import Identity, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
+from tests.support.runs import Ran
 from tests.unit.test_runner import a_call, make_runner
 
 ROUNDS = 10

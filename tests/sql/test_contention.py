@@ -26,11 +26,11 @@ from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import atomic
-from celery_idempotent.protocol.calls import Ran, Replay, StoreFailed
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.testing.delivery import message_of, run
 from tests.sql import databases
 from tests.sql.databases import execute, rows
+from tests.support.runs import Ran, Replay, StoreFailed
 from tests.support.waiting import wait_for
 from tests.unit.test_runner import a_call, make_runner
 

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from celery_idempotent.protocol.counters import Counters
-from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.events import OUTCOMES, Counters
 from celery_idempotent.signals import Event
 from tests.support.paths import ROOT
 
@@ -62,14 +61,14 @@ def listening() -> Iterator[Heard]:
             record.getMessage()  # or it cannot be written
             heard.lines.append(record)
 
-    logger, handler = logging.getLogger("celery_idempotent.protocol.telling"), Handler()
+    logger, handler = logging.getLogger("celery_idempotent.events"), Handler()
     level = logger.level
     with ExitStack() as stack:
         for signal, (name, _) in OUTCOMES.items():
             note = _noting(heard, name)
             signal.connect(note, weak=False)
             stack.callback(signal.disconnect, note)
-        stack.enter_context(mock.patch("celery_idempotent.protocol.telling.counters", Hearing()))
+        stack.enter_context(mock.patch("celery_idempotent.events.counters", Hearing()))
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
         logger.setLevel(logging.DEBUG)

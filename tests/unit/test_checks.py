@@ -19,7 +19,7 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery import redelivery
+from celery_idempotent.celery import republish
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import Finding, check, check_settings, check_store
 from celery_idempotent.stores.memory import MemoryStore
@@ -181,7 +181,7 @@ def test_a_visibility_timeout_that_is_no_longer_than_a_lease_is_found(
 @pytest.mark.parametrize("transport", ["pgmq", "gcpubsub", "azureservicebus", "SQS", "redis"])
 def test_the_defaults_are_those_of_kombu(transport: str) -> None:
     """As its source says: the clients of most brokers are not here to be imported."""
-    option, seconds = redelivery._TRANSPORTS[transport.lower()]
+    option, seconds = republish._TRANSPORTS[transport.lower()]
     folder = Path(kombu.__file__).parent / "transport"
     path = folder / f"{transport}.py"
     if not path.exists():

@@ -3,24 +3,82 @@
 from __future__ import annotations
 
 import logging
+import opcode
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
+from celery_idempotent import events as counters_module
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import counters as counters_module
-from celery_idempotent.protocol.calls import Replay
-from celery_idempotent.protocol.counters import Counters
+from celery_idempotent.events import Counters
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.stores.memory import MemoryStore
+from tests.support.runs import Replay
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
-from tests.unit.test_runner import Striker, a_call, make_runner
+from tests.unit.test_runner import a_call, make_runner
+
+
+class Striker:
+    """Raises at the n-th point where the interpreter would run a signal handler.
+
+    CPython looks for signals when it enters a function, after a call and when it jumps back (from 3.11; before, in more
+    places still). A trace function that raises is, for the code, the same as a signal handler that raises; and it
+    strikes the same point each time.
+    """
+
+    _CALLS: ClassVar = {code for name, code in opcode.opmap.items() if name.startswith("CALL")}
+    _JUMPS: ClassVar = {
+        code for name, code in opcode.opmap.items() if name.startswith("JUMP_BACKWARD")
+    }
+    _AFTER: ClassVar = _CALLS | _JUMPS | {opcode.opmap.get("JUMP_ABSOLUTE", -1)}
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.left = at
+        self.error = error
+        self.struck = ""
+        self._last: dict[FrameType, int] = {}
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        # In Python 3.12 this has to be known when tracing begins: else most instructions pass unseen.
+        sys._getframe().f_trace_opcodes = True
+        sys.settrace(self._trace)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+            self._last.clear()
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        foreign = "hypothesis" in frame.f_code.co_filename  # it listens to the garbage collector
+        if self.struck or foreign or frame.f_code.co_filename == __file__:
+            return None
+        if event == "call":
+            frame.f_trace = self._trace  # Python 3.13 looks for it when the next is set
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+            self._maybe_strike(frame)
+        elif event == "opcode":
+            last = self._last.get(frame)
+            self._last[frame] = frame.f_code.co_code[frame.f_lasti]
+            if last in self._AFTER:
+                self._maybe_strike(frame)
+        return self._trace
+
+    def _maybe_strike(self, frame: FrameType) -> None:
+        self.left -= 1
+        if self.left < 0:
+            code = frame.f_code
+            self.struck = f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {code.co_name}"
+            raise self.error
 
 
 @pytest.fixture
@@ -31,7 +89,7 @@ def store() -> MemoryStore:
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     counters = Counters()
-    monkeypatch.setattr("celery_idempotent.protocol.telling.counters", counters)
+    monkeypatch.setattr("celery_idempotent.events.counters", counters)
     monkeypatch.setattr("celery_idempotent.protocol.lease.counters", counters)
     return counters
 
@@ -58,7 +116,7 @@ def test_runs_and_replays_are_counted_by_task(store, counters):
 def test_the_heartbeat_writes_them(store, counters, monkeypatch):
     monkeypatch.setattr(counters_module, "WRITE_EVERY", 0.05)
     heartbeat = Heartbeat()
-    monkeypatch.setattr("celery_idempotent.protocol.runner.heartbeat", heartbeat)
+    monkeypatch.setattr("celery_idempotent.protocol.run.heartbeat", heartbeat)
     make_runner(store, lease_ms=300).execute(a_call(), lambda: 42)
     wait_for(lambda: ("shop.charge", "settled") in counted(store), what="the counters")
 
@@ -106,7 +164,7 @@ def test_a_store_without_counters_is_not_asked(counters):
     plain = Plain()
     counters.add(plain, "t", "claimed")
     counters.write()
-    assert not counters._counts
+    assert not counters.counts
     assert not plain.counts(hours=1)
 
 
@@ -115,7 +173,7 @@ import os, sys, time
 from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.protocol.counters import counters
+from celery_idempotent.events import counters
 
 class Told(MemoryStore):
     def count(self, outcomes):

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.events import counters
 from celery_idempotent.protocol import lease
 from celery_idempotent.protocol.claim import Claim, Phase
-from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import Heartbeat
+from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -45,7 +46,7 @@ class Store(MemoryStore):
         return [at for at, keys in self.renewals if key in keys]
 
 
-def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int = 0) -> Claim:
+def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300) -> Claim:
     identity = Identity(namespace="lease", scope="", key=key)
     sent = time.monotonic()
     answer = store.claim(
@@ -59,19 +60,17 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int 
         )
     )
     assert isinstance(answer, Claimed)
-    held = Renewal(
-        identity=identity,
-        token=token or answer.record.token,
-        lease_ms=lease_ms,
-        keep_ms=10_000,
-    )
-    return Claim(store, answer.record, held, None, sent=sent)  # type: ignore[arg-type]  # takes no steps
+    claim = Claim()
+    claim.phase, claim.store, claim.record = Phase.RUNNING, store, answer.record
+    claim.identity, claim.renewed_at = identity, sent
+    claim.policy = Policy(lease_ms=lease_ms, retention_ms=10_000)
+    return claim
 
 
 def stepping(store: MemoryStore) -> Claim:
     """A claim whose steps all come back as done."""
     claim = take(store, lease_ms=60_000)
-    claim._codec = SimpleNamespace(dump_step=lambda *_: None, load_value=lambda _: "done")  # type: ignore[assignment]
+    claim.codec = SimpleNamespace(dump_step=lambda *_: None, load_value=lambda _: "done")  # type: ignore[assignment]
     return claim
 
 
@@ -98,7 +97,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that lingers no longer than a moment."""
     monkeypatch.setattr(lease, "LINGER", 0.1)
     monkeypatch.setattr(lease, "TICK", 0.05)
-    monkeypatch.setattr("celery_idempotent.protocol.counters.WRITE_EVERY", 0.01)
+    monkeypatch.setattr("celery_idempotent.events.WRITE_EVERY", 0.01)
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ class TestClaim:
         claim = take(store, "order-17")
         assert (claim.key, claim.scope, claim.crashes) == ("order-17", "", 0)
         assert claim.token == claim.record.token > 0
-        assert repr(claim) == f"<Claim of lease key order-17, token {claim.token}>"
+        assert repr(claim) == "<Claim of lease key order-17, RUNNING>"
 
     def test_renew_lets_the_lease_start_anew(self):
         clock = FakeClock()
@@ -141,7 +140,7 @@ class TestClaim:
         take(store)
         with pytest.raises(LeaseLost, match="key k"):
             ask(claim)
-        assert claim.phase is Phase.LOST
+        assert claim.lost
 
     @pytest.mark.parametrize("end", ["forget", "interrupt"])
     def test_a_claim_that_was_ended_is_lost(self, end):
@@ -163,7 +162,7 @@ class TestClaim:
         last = store.times("k")[-1]
         # It asks until the lease may be over, and what is sent later proves nothing.
         assert 0.4 <= last - claim.renewed_at < 0.6
-        assert claim.phase is Phase.RUNNING
+        assert not claim.lost
         store.errors.clear()
         claim.ensure()
 
@@ -186,7 +185,7 @@ class TestClaim:
         # The first had to be done to be found unrecorded. From then on that is known.
         assert done == [1]
 
-    @pytest.mark.parametrize("phase", [Phase.LOST, Phase.RELEASED, Phase.ENDED])
+    @pytest.mark.parametrize("phase", [Phase.RELEASED, Phase.ENDED])
     def test_a_step_is_not_begun_once_the_claim_is_known_to_be_gone(self, store: Store, phase):
         claim = stepping(store)
         claim.phase = phase
@@ -306,11 +305,11 @@ class TestHeartbeat:
         store.forget(lost.record.identity)
         heartbeat.add(lost)
         heartbeat.add(kept)
-        wait_for(lambda: lost.phase is Phase.LOST, what="the loss to be noticed")
+        wait_for(lambda: lost.lost, what="the loss to be noticed")
         before = len(store.times("kept"))
         wait_for(lambda: len(store.times("kept")) >= before + 2, what="beats", interval=0.005)
         assert len(store.times("lost")) == 1
-        assert kept.phase is Phase.RUNNING
+        assert not kept.lost
         assert f"lease key lost (token {lost.token}) is lost before it is settled" in caplog.text
 
     @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ class TestHeartbeat:
         store.errors = [error("away"), error("away")]
         heartbeat.add(claim)
         wait_for(lambda: len(store.renewals) >= 4, what="renewals after the errors")
-        assert claim.phase is Phase.RUNNING
+        assert not claim.lost
         assert "could not renew 1 claims" in caplog.text
         claim.ensure()
 
@@ -340,7 +339,7 @@ class TestHeartbeat:
         heartbeat.add(first)
         heartbeat.add(claim)
         wait_for(lambda: len(there.renewals) >= 3, what="its beats")
-        assert claim.phase is Phase.RUNNING
+        assert not claim.lost
 
     def test_it_ends_when_the_process_has_been_idle_for_a_while_and_starts_again(
         self, heartbeat, store, threads, hasty
@@ -374,7 +373,7 @@ class TestHeartbeat:
     def test_no_count_is_left_behind_however_often_it_ends(self, heartbeat, store, monkeypatch):
         monkeypatch.setattr(lease, "LINGER", 0.0)
         monkeypatch.setattr(lease, "TICK", 0.001)
-        monkeypatch.setattr("celery_idempotent.protocol.counters.WRITE_EVERY", 0.0)
+        monkeypatch.setattr("celery_idempotent.events.WRITE_EVERY", 0.0)
         for _ in range(300):
             counters.add(store, "t", "claimed")
             heartbeat.start()

@@ -21,7 +21,7 @@ from celery_idempotent import (
     InProgress,
     StoreUnavailable,
 )
-from celery_idempotent.celery import republish
+from celery_idempotent.protocol import shield
 from celery_idempotent.records import ClaimRequest, Identity
 from celery_idempotent.stores.memory import MemoryStore
 
@@ -140,7 +140,7 @@ def test_a_copy_that_a_broker_does_not_take(app, store, monkeypatch):
         raise Gone
 
     hold(store)
-    monkeypatch.setattr(republish.time, "sleep", lambda _: None)
+    monkeypatch.setattr(shield.time, "sleep", lambda _: None)
     monkeypatch.setattr(app, "send_task", send)
     monkeypatch.setattr(app.amqp, "send_task_message", send)
     assert raised_by(app, lambda _: None, Reject)

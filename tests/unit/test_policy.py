@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
-from celery_idempotent.celery.running import identify_delivery
+from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import REMOVED
 from celery_idempotent.protocol.policy import Policy, is_explicit, own_settings

@@ -21,12 +21,11 @@ from celery.worker.consumer import Consumer
 from celery.worker.request import Request as CeleryRequest
 from kombu.asynchronous.hub import Hub
 
-from celery_idempotent import IdempotentTask
+from celery_idempotent import IdempotentTask, events
 from celery_idempotent.celery import receivers, request
 from celery_idempotent.celery.request import gone
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import calls
-from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.events import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
@@ -337,7 +336,7 @@ class TestWhoseClaim:
         self, make, store, task, dead, monkeypatch
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(calls, "_ORIGIN", os.urandom(4).hex())
+            patch.setattr(events, "_ORIGIN", os.urandom(4).hex())
             before = hold(store, task, dead)
         self.lose(make(dead))
         assert store.get(identity()) == before

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-import opcode
 import random
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -25,11 +20,8 @@ from celery_idempotent.errors import (
     StoreUnavailable,
 )
 from celery_idempotent.protocol import claim as claim_module
-from celery_idempotent.protocol import claiming, endings, lease, runner
-from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
-from celery_idempotent.protocol.claiming import AnsweredAttempt, Claiming
-from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.runner import Runner
+from celery_idempotent.protocol import lease, shield
+from celery_idempotent.protocol import run as protocol
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
@@ -42,8 +34,8 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.runs import IDENTITY, Call, Conflict, Ran, Replay, Runner, StoreFailed
 
-IDENTITY = Identity(namespace="shop.charge", key="order-17")
 SIGNALS = {name: each for name, each in vars(signals).items() if isinstance(each, Signal)}
 
 
@@ -137,7 +129,7 @@ def store(memory: MemoryStore) -> FlakyStore:
 @pytest.fixture
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    for module in (runner, claiming, endings, backoff):
+    for module in (protocol, shield, backoff):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -168,23 +160,6 @@ def listening(tell: Callable[[str, signals.Event], object]) -> Iterator[None]:
 
 
 @pytest.fixture
-def struck(monkeypatch: pytest.MonkeyPatch) -> Callable[[Signal, type[BaseException]], None]:
-    """Let a signal handler raise once, while an outcome is reported."""
-
-    def struck(outcome: Signal, error: type[BaseException]) -> None:
-        send, errors = outcome.send, [error]
-
-        def strike(**about: object) -> None:
-            send(**about)
-            if errors:
-                raise errors.pop()
-
-        monkeypatch.setattr(outcome, "send", strike)
-
-    return struck
-
-
-@pytest.fixture
 def execute(store: FlakyStore) -> Callable[..., Any]:
     """Execute a body: ``execute(body)``, with another call, policy, codec or store if need be."""
 
@@ -202,13 +177,7 @@ def execute(store: FlakyStore) -> Callable[..., Any]:
 
 
 def make_runner(store: Any, *, codec: Any = None, **policy: Any) -> Runner:
-    return Runner(
-        "shop.charge",
-        policy=Policy(**policy),
-        store=lambda: store,
-        codec=codec or TextCodec(),  # type: ignore[arg-type]  # no steps here
-        sender=lambda: "sender",
-    )
+    return Runner(lambda: store, codec or TextCodec(), **policy)
 
 
 def a_call(
@@ -217,7 +186,7 @@ def a_call(
     fingerprint: bytes | None = None,
     identity: Identity = IDENTITY,
 ) -> Call:
-    return Call(identity=identity, fingerprint=fingerprint, task_id=task_id, worker="host:1")
+    return Call(identity=identity, fingerprint=fingerprint, task_id=task_id)
 
 
 def claim(store: Any, task_id: str = "other", *, lease_ms: int = 60_000) -> Record:
@@ -482,21 +451,6 @@ class TestLostLease:
         assert names(events) == ["claimed", "lease_lost", "replayed"]
         assert "its result is dropped" in caplog.text
 
-    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
-    def test_a_lost_lease_is_told_once_whatever_strikes_meanwhile(
-        self, execute, memory, clock, events, struck, error
-    ):
-        def body() -> str:
-            clock.advance(1001)
-            settle(memory, claim(memory, "winner"))
-            return "late"
-
-        struck(signals.lease_lost, error)
-        with suppress(SystemExit):
-            assert isinstance(execute(body, lease_ms=1000), Replay)
-        assert names(events)[:2] == ["claimed", "lease_lost"]
-        assert names(events)[2:] == ([] if error is SystemExit else ["replayed"])
-
     @pytest.mark.parametrize(
         ("error", "permanent"), [(ValueError, ()), (ValueError, (ValueError,)), (SystemExit, ())]
     )
@@ -542,7 +496,7 @@ class TestStoreFailures:
         assert isinstance(answer.error, StoreUnavailable)
         assert names(events) == ["store_failed"]
         assert events[0][1].error is answer.error
-        assert 1 < fake_time.now - fake_time.START <= claiming.CLAIM_RETRY_SECONDS
+        assert 1 < fake_time.now - fake_time.START <= protocol.CLAIM_SECONDS
         assert len(store.calls) > 3
 
     def test_a_claim_whose_answer_was_lost_does_not_meet_itself(
@@ -563,19 +517,6 @@ class TestStoreFailures:
         assert [r.levelno for r in caplog.records] == [logging.CRITICAL]
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
-
-    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
-    def test_a_settle_that_failed_is_told_once_whatever_strikes_meanwhile(
-        self, execute, store, events, fake_time, struck, error
-    ):
-        store.fail_always("settle", StoreUnavailable)
-        struck(signals.settle_failed, error)
-        with suppress(SystemExit):
-            assert execute(lambda: 1) == Ran(1)
-        assert names(events) == ["claimed", "settle_failed"]
-        calls = len(store.calls)
-        assert fake_time.now - fake_time.START <= 61, "and nothing is tried again"
-        assert store.calls.count("settle") == calls - 1
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_soft_limit_during_the_settle_does_not_end_it(
@@ -677,230 +618,6 @@ class TestCodecFaults:
         record = memory.get(IDENTITY)
         assert (record.state, record.value) == (State.FAILED, None)
         assert fake_time.now - fake_time.START < 5, "the worker was blocked for a lease"
-
-
-# -- signals that strike anywhere --------------------------------------------------------------------------------------
-
-
-class Strike(Exception):
-    """Raised by a "signal handler"; an Exception, as SoftTimeLimitExceeded is."""
-
-
-class Striker:
-    """Raises at the n-th point where the interpreter would run a signal handler.
-
-    CPython looks for signals when it enters a function, after a call and when it jumps back (from 3.11; before, in more
-    places still). A trace function that raises is, for the code, the same as a signal handler that raises; and it
-    strikes the same point each time.
-    """
-
-    _CALLS: ClassVar = {code for name, code in opcode.opmap.items() if name.startswith("CALL")}
-    _JUMPS: ClassVar = {
-        code for name, code in opcode.opmap.items() if name.startswith("JUMP_BACKWARD")
-    }
-    _AFTER: ClassVar = _CALLS | _JUMPS | {opcode.opmap.get("JUMP_ABSOLUTE", -1)}
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.left = at
-        self.error = error
-        self.struck = ""
-        self._last: dict[FrameType, int] = {}
-
-    def run(self, function: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
-        # In Python 3.12 this has to be known when tracing begins: else most instructions pass unseen.
-        sys._getframe().f_trace_opcodes = True
-        sys.settrace(self._trace)
-        try:
-            return function()
-        finally:
-            sys.settrace(before)
-            self._last.clear()
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        foreign = "hypothesis" in frame.f_code.co_filename  # it listens to the garbage collector
-        if self.struck or foreign or frame.f_code.co_filename == __file__:
-            return None
-        if event == "call":
-            frame.f_trace = self._trace  # Python 3.13 looks for it when the next is set
-            frame.f_trace_opcodes = True
-            frame.f_trace_lines = False
-            self._maybe_strike(frame)
-        elif event == "opcode":
-            last = self._last.get(frame)
-            self._last[frame] = frame.f_code.co_code[frame.f_lasti]
-            if last in self._AFTER:
-                self._maybe_strike(frame)
-        return self._trace
-
-    def _maybe_strike(self, frame: FrameType) -> None:
-        self.left -= 1
-        if self.left < 0:
-            code = frame.f_code
-            self.struck = f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {code.co_name}"
-            raise self.error
-
-
-class Hangs(BaseException):
-    """Raised in a main thread that waits in vain."""
-
-
-class Rescue:
-    """Frees the main thread from a wait that does not end: ``arm()`` before each round, ``disarm()`` after it."""
-
-    def __init__(self, seconds: float = 1.0) -> None:
-        self._seconds = seconds
-        self._until = float("inf")
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Rescue:
-        self._before = signal.signal(signal.SIGUSR2, self._raise)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        signal.signal(signal.SIGUSR2, self._before)
-
-    def arm(self) -> None:
-        self._until = time.monotonic() + self._seconds
-
-    def disarm(self) -> None:
-        self._until = float("inf")
-
-    def _raise(self, *_: object) -> None:
-        if self._until != float("inf"):
-            self.arm()  # what comes after may wait as well
-            raise Hangs
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.05):
-            if time.monotonic() > self._until:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-
-
-def start(heartbeat: lease.Heartbeat) -> None:
-    """Have the thread started, as the first claim of a process does."""
-    store = MemoryStore()
-    record = claim(store)
-    answered = AnsweredAttempt(Claimed(record), time.monotonic(), store)
-    other = Claiming(Policy(), TextCodec(), lambda: store).make_claim(a_call(), record, answered)  # type: ignore[arg-type]
-    heartbeat.add(other)
-    heartbeat.remove(other)
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """What came of a run that a signal struck ``at`` some place."""
-
-    at: str
-    ran: bool
-    state: State | None
-    raised: BaseException | None
-    result: object
-    renewed: bool
-    current: bool
-
-    def __str__(self) -> str:
-        ran = "ran" if self.ran else "did not run"
-        return f"{self.at}: {ran}, is {self.state}, gave {self.raised or self.result!r}"
-
-
-def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
-    """Run one body once for every place at which a signal can strike."""
-    with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        for module in (runner, claiming, endings, backoff):
-            monkeypatch.setattr(module, "time", FakeTime())
-        heartbeat = None
-        at = 0
-        while True:
-            if heartbeat is None:
-                heartbeat = lease.Heartbeat()
-                monkeypatch.setattr(runner, "heartbeat", heartbeat)
-                start(heartbeat)
-            store = MemoryStore()
-            effects: list[int] = []
-            striker = Striker(at, error())
-            # A body without a bytecode of its own: the effect and the end of run() are one.
-            run = partial(make_runner(store).execute, a_call(), partial(effects.append, 1))
-            raised: BaseException | None = None
-            result = None
-            rescue.arm()
-            try:
-                result = striker.run(run)
-                with heartbeat._lock:  # whoever comes next needs it
-                    pass
-            except BaseException as caught:  # noqa: BLE001  signals, and what they break
-                raised = caught.with_traceback(None)  # its frames hold the claim
-                raised.__context__ = None
-            rescue.disarm()
-            if not striker.struck:
-                assert at > 100, "the striker does not strike"
-                return
-            record = store.get(IDENTITY)
-            yield End(
-                at=striker.struck,
-                ran=bool(effects),
-                state=record.state if record else None,
-                raised=raised,
-                result=result,
-                renewed=any(known() is not None for known in heartbeat._due),
-                current=current_claim() is not None,
-            )
-            claim_module.claim_var.set(None)
-            heartbeat._due.clear()
-            if isinstance(raised, Hangs):
-                heartbeat = None
-            at += 1
-
-
-@pytest.fixture(scope="module")
-def soft() -> list[End]:
-    return list(strike_everywhere(Strike))
-
-
-@pytest.fixture(scope="module")
-def hard() -> list[End]:
-    return list(strike_everywhere(SystemExit))
-
-
-class TestStrikes:
-    def expect(self, ends: list[End], right: Callable[[End], bool]) -> None:
-        wrong = [str(end) for end in ends if not right(end)]
-        assert not wrong, "\n".join(wrong)
-
-    def test_the_places_lie_before_and_after_the_run(self, soft):
-        assert sum(not end.ran for end in soft) > 30
-        assert sum(end.ran for end in soft) > 30
-
-    def test_a_soft_limit_that_strikes_after_the_run_leaves_it_completed(self, soft):
-        self.expect(soft, lambda end: not end.ran or end.state is State.COMPLETED)
-
-    def test_an_exit_that_strikes_after_the_run_never_releases_it(self, hard):
-        self.expect(
-            hard, lambda end: not end.ran or end.state in (State.COMPLETED, State.PROCESSING)
-        )
-
-    def test_what_strikes_before_the_run_completes_nothing(self, soft, hard):
-        self.expect(soft + hard, lambda end: end.ran or end.state in (None, State.PROCESSING))
-
-    def test_a_soft_limit_is_raised_or_the_value_returned(self, soft):
-        self.expect(soft, lambda end: end.result == Ran(None) or isinstance(end.raised, Strike))
-
-    def test_an_exit_is_never_swallowed(self, hard):
-        self.expect(hard, lambda end: isinstance(end.raised, SystemExit))
-
-    def test_no_strike_makes_the_next_run_wait_for_ever(self, soft, hard):
-        self.expect(soft + hard, lambda end: not isinstance(end.raised, Hangs))
-
-    def test_no_strike_leaves_a_claim_to_be_renewed_for_ever(self, soft, hard):
-        # One that is settled or released is dropped at its next renewal.
-        self.expect(soft + hard, lambda end: not (end.renewed and end.state is State.PROCESSING))
-
-    def test_no_strike_leaves_the_claim_behind_as_the_current_one(self, soft):
-        self.expect(soft, lambda end: not end.current)
 
 
 # An outcome that somebody asks for ------------------------------------------------------------------------------------

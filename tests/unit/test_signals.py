@@ -14,7 +14,7 @@ from celery.utils.dispatch import Signal
 
 from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.celery import reaper
-from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.events import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.signals import Event
 from celery_idempotent.stores.memory import MemoryStore
@@ -149,7 +149,7 @@ def hold(store: MemoryStore, key: str) -> Any:
 
 
 def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(task, caplog):
-    caplog.set_level(logging.DEBUG, "celery_idempotent.protocol.telling")
+    caplog.set_level(logging.DEBUG, "celery_idempotent.events")
     task.apply(("o",), task_id="one").get()
     task.apply(("o",), task_id="two").get()
     fields = [

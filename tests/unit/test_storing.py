@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from redis.client import Monitor
 
 from celery_idempotent import IdempotentTask, get_store
-from celery_idempotent.celery.running import identify_delivery
+from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import ClaimRequest, SettledWith, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore

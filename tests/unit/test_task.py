@@ -33,9 +33,9 @@ from celery_idempotent import (
     StoreUnavailable,
     current_claim,
 )
-from celery_idempotent.celery import republish
+from celery_idempotent.celery.callbacks import outcome_of
 from celery_idempotent.celery.receivers import make_store
-from celery_idempotent.celery.undelivered import outcome_of
+from celery_idempotent.protocol import shield
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -626,7 +626,7 @@ def eta_in(message: SimpleNamespace) -> float:
 class TestStoreFailures:
     @pytest.fixture(autouse=True)
     def _short_lock_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_RETRY_SECONDS", 0.01)
+        monkeypatch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0.01)
 
     def break_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def away(*_: object, **__: object) -> None:
@@ -695,7 +695,7 @@ class TestAMessageThatCannotBePublishedAgain:
             if len(pauses) == 3:
                 self.meanwhile()
 
-        monkeypatch.setattr(republish, "time", SimpleNamespace(sleep=pause))
+        monkeypatch.setattr(shield, "time", SimpleNamespace(sleep=pause))
         return pauses
 
     def refuse(self, app: Celery, error: Exception) -> None:

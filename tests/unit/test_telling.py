@@ -17,7 +17,7 @@ from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim
 from celery_idempotent.celery import operations, reaper
 from celery_idempotent.celery.request import Lost
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.events import worker_name
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
@@ -101,7 +101,7 @@ class Place(NamedTuple):
         def fails(*_: object, **__: object) -> None:
             raise StoreUnavailable("away")
 
-        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_RETRY_SECONDS", 0)
+        monkeypatch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0)
         monkeypatch.setattr(MemoryStore, verb, fails)
 
 
@@ -400,7 +400,7 @@ class TestMainProcess:
             task_id="other",
             pid=child.pid,
             store=place.store,
-            reporter=place.task.idempotency_definition().runner.reporter,
+            reporter=place.task.idempotency_definition().reporter,
             give_up=time.monotonic() + 60,
         )
         lost.work()

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_idempotent import IdempotentTask, signals, tracing
-from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.events import OUTCOMES
 from celery_idempotent.testing import isolated_records
 
 Traced = Callable[..., ReadableSpan]

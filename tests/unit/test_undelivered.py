@@ -9,7 +9,7 @@ from amqp.exceptions import MessageNacked, NotFound
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_idempotent import InvalidKey, StoreUnavailable
-from celery_idempotent.celery.undelivered import is_transient
+from celery_idempotent.celery.callbacks import is_transient
 
 
 def raised(error: Exception, module: str = "tests") -> Exception:

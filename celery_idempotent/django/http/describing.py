@@ -25,7 +25,7 @@ from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import Serializer
 
 if TYPE_CHECKING:
-    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.definition import DefinedTask
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Failure:
     error: dict[str, str]
 
 
-def describe(record: Record, *, key: str, task: IdempotentTask | None) -> dict[str, Any]:
+def describe(record: Record, *, key: str, task: DefinedTask | None) -> dict[str, Any]:
     """Return what the status resource says: JSON, in an order for people."""
     result, state = _result_of(record, task)
     described: dict[str, object] = {
@@ -77,7 +77,7 @@ def describe(record: Record, *, key: str, task: IdempotentTask | None) -> dict[s
     return described
 
 
-def failure_of(record: Record, task: IdempotentTask | None) -> Failure:
+def failure_of(record: Record, task: DefinedTask | None) -> Failure:
     """Return why a FAILED record failed.
 
     An error that the task declared permanent is part of its interface, and its text is shown; what any other says may
@@ -99,7 +99,7 @@ def failure_of(record: Record, task: IdempotentTask | None) -> Failure:
 
 
 def _error_of(
-    record: Record, task: IdempotentTask | None
+    record: Record, task: DefinedTask | None
 ) -> tuple[type[BaseException] | None, str, str]:
     """Return the class of the error, ``None`` if that is not known; its name, and its text."""
     definition = None if task is None else task.idempotency_definition()
@@ -127,7 +127,7 @@ def _sendable(value: object) -> str:
         return ""
 
 
-def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, object], State]:
+def _result_of(record: Record, task: DefinedTask | None) -> tuple[dict[str, object], State]:
     """Return the members about the result, and the state: the task that replaced this one may still run.
 
     Raises:

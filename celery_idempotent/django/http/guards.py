@@ -19,7 +19,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponseBase
@@ -47,18 +47,10 @@ from celery_idempotent.errors import (
     InvalidOption,
     ResultUnavailable,
 )
-from celery_idempotent.protocol.atomic import transactional
-from celery_idempotent.protocol.calls import (
-    Call,
-    CallResult,
-    Conflict,
-    Ran,
-    Replay,
-    StoreFailed,
-    worker_name,
-)
-from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Record, Stored
+from celery_idempotent.events import Reporter, worker_name
+from celery_idempotent.protocol import atomic
+from celery_idempotent.protocol.run import Run, execute
+from celery_idempotent.records import Identity, Record, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import Store, get_store
 
@@ -143,21 +135,59 @@ class _ResponseCodec:
         return self._json.load(stored)
 
 
+class _RequestRun(Run):
+    """One request with a key."""
+
+    def __init__(self, guard: Guard, guarded: Guarded, identity: Identity) -> None:
+        options = guard.options
+        self.guard, self.guarded, self.identity = guard, guarded, identity
+        self.name, self.policy = guard.name, options.policy
+        self.codec, self.reporter = guard.codec, guard.reporter
+        self.keep_ms, self.settled_keep_ms = self.policy.keep_ms, self.policy.settled_keep_ms
+        self.fingerprint = request_fingerprint(guarded.request, guarded.seen, options)
+        self.task_id = str(uuid.uuid4())
+        self.worker = worker_name(os.getpid())
+        if options.atomic:
+            self.in_transaction = atomic.run_body
+
+    def open_store(self) -> Store:
+        """Return the store of the project."""
+        return self.guard.open_store()
+
+    def replay(self, record: Record, age_ms: int) -> object:  # noqa: ARG002
+        """Repeat the stored response to a caller who may have it."""
+        return self.guard.refused(self.guarded) or self.guard.replay(record)
+
+    def conflict(self, record: Record, left_ms: int) -> NoReturn:  # noqa: ARG002
+        """Refuse a request whose key another one holds."""
+        raise RequestRefused(
+            "request_in_progress",
+            "The first request with this key has not been answered yet. Ask again later.",
+        )
+
+    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
+        """Refuse a request that cannot be guarded now."""
+        begun = begun or getattr(self.guarded.request, "idempotency_guarded", False)
+        known = (
+            "It is not known yet whether it was carried out."
+            if begun
+            else "Whether an earlier request with this key was carried out is not known; this one was not."
+        )
+        raise RequestRefused(
+            "store_unavailable", f"{known} Send the same request with the same key again."
+        ) from error
+
+
 class Guard:
     """Guards one view; ``name`` is for people, ``sender`` what signals come from."""
 
     def __init__(self, name: str, sender: object, options: HttpOptions) -> None:
         self.options = options
-        self._name = name
+        self.name = name
         named = named_app()
-        self._store: Callable[[], Store] = lambda: get_store(app_of(named))
-        self._runner = Runner(
-            name,
-            policy=options.policy,
-            store=self._store,
-            codec=_ResponseCodec(options, name),
-            sender=lambda: sender,
-        )
+        self.open_store: Callable[[], Store] = lambda: get_store(app_of(named))
+        self.codec = _ResponseCodec(options, name)
+        self.reporter = Reporter(name, lambda: sender, self.open_store)
 
     def respond(self, guarded: Guarded) -> HttpResponseBase:
         """Answer the request, from the view or from the record.
@@ -171,14 +201,9 @@ class Guard:
                 return self._without_key(guarded)
             receive(guarded.request, options)
             scope = caller_scope(guarded.seen, options)
-            call = Call(
-                identity=http_identity(HTTP_NAMESPACE, scope, key),
-                fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
-                task_id=str(uuid.uuid4()),
-                worker=worker_name(os.getpid()),
-            )
+            run = _RequestRun(self, guarded, http_identity(HTTP_NAMESPACE, scope, key))
             refuse_open_transactions()
-            return self._answer(self._execute(call, guarded), guarded)
+            return self._execute(run, guarded)
         except RequestRefused as refusal:
             return refusal.response(options.docs_url)
         finally:
@@ -197,24 +222,24 @@ class Guard:
         """Call the view without a claim; one that is ``atomic`` has its transaction all the same."""
         if not self._is_atomic(guarded):
             with atomic_requests(guarded.non_atomic):
-                return response_of(guarded.run(), self._name)
+                return response_of(guarded.run(), self.name)
         refuse_open_transactions()
         try:
-            with transactional(self._store(), self._name).transaction(None):
+            with atomic.transactional(self.open_store(), self.name).transaction(None):
                 return self._run(guarded)
         except _NotToKeepError as answered:
             return answered.response
 
-    def _execute(self, call: Call, guarded: Guarded) -> CallResult:
+    def _execute(self, run: Run, guarded: Guarded) -> HttpResponseBase:
         try:
-            return self._runner.execute(call, lambda: self._run(guarded))
+            return cast("HttpResponseBase", execute(run, lambda: self._run(guarded)))
         except FingerprintMismatch:
             raise RequestRefused(
                 "idempotency_key_reused",
                 "It was sent before with another method, route or body. A key stands for one intention: use a new one.",
             ) from None
         except _NotToKeepError as answered:
-            return Ran(answered.response)
+            return answered.response
 
     def _run(self, guarded: Guarded) -> HttpResponseBase:
         """Call the view inside the transactions that ``ATOMIC_REQUESTS`` asks for.
@@ -231,36 +256,14 @@ class Guard:
             )
         with atomic_requests(guarded.non_atomic):
             request.idempotency_guarded = True
-            response = response_of(guarded.run(), self._name)
+            response = response_of(guarded.run(), self.name)
             if not getattr(response, "is_rendered", True):
                 response = response.render()  # type: ignore[attr-defined]  # of a template
             if not self.options.is_stored(response.status_code):
                 raise _NotToKeepError(response)
         return response
 
-    def _answer(self, result: CallResult, guarded: Guarded) -> HttpResponseBase:
-        match result:
-            case Ran(response):
-                return cast("HttpResponseBase", response)  # what _run returned
-            case Replay(record):
-                return self._refused(guarded) or self._replay(record)
-            case Conflict():
-                raise RequestRefused(
-                    "request_in_progress",
-                    "The first request with this key has not been answered yet. Ask again later.",
-                )
-            case StoreFailed():
-                begun = getattr(guarded.request, "idempotency_guarded", False)
-                known = (
-                    "It is not known yet whether it was carried out."
-                    if begun
-                    else "Whether an earlier request with this key was carried out is not known; this one was not."
-                )
-                raise RequestRefused(
-                    "store_unavailable", f"{known} Send the same request with the same key again."
-                )
-
-    def _refused(self, guarded: Guarded) -> HttpResponseBase | None:
+    def refused(self, guarded: Guarded) -> HttpResponseBase | None:
         """Return the answer to a caller who may not have the replay, ``None`` for any other.
 
         Raises:
@@ -270,14 +273,15 @@ class Guard:
         if authorize is None:
             return None
         found = authorize(guarded.seen, *guarded.args, **guarded.kwargs)
-        found = awaited(found, f"authorize of {self._name}")
+        found = awaited(found, f"authorize of {self.name}")
         if isinstance(found, HttpResponseBase):
             return found
         if not found:
             raise PermissionDenied
         return None
 
-    def _replay(self, record: Record) -> HttpResponseBase:
+    def replay(self, record: Record) -> HttpResponseBase:
+        """Return the answer that the record has."""
         if record.state.is_failure:
             code = failure_of(record, None).code
             details = {

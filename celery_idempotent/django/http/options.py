@@ -87,7 +87,7 @@ class HttpOptions:
 
     @property
     def policy(self) -> Policy:
-        """The policy of the runner that guards the view."""
+        """The policy of the runs that guard the view."""
         return Policy(
             lease_ms=self.lease_ms,
             retention_ms=self.retention_ms,

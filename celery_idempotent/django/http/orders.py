@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from django.db import DEFAULT_DB_ALIAS
 
-from celery_idempotent.celery.entering import copied
+from celery_idempotent.celery.delivery import copied
 from celery_idempotent.celery.publishing import stamp_call
 from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.celery.typed import Options
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.celery.typed import AnyTask
-    from celery_idempotent.protocol.telling import Details
+    from celery_idempotent.events import Details
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class QueuedRequest:
     ) -> None:
         """Report what became of the request, with the task id of the record that its key has."""
         identity, task_id = self.identified.identity, "" if record is None else record.task_id
-        self.definition.runner.reporter.report(outcome, identity, task_id, record, **details)
+        self.definition.reporter.report(outcome, identity, task_id, record, **details)
 
     @property
     def eager(self) -> bool:

@@ -27,7 +27,7 @@ from django.db import transaction
 from django.http import HttpResponse, JsonResponse
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.celery.entering import copied
+from celery_idempotent.celery.delivery import copied
 from celery_idempotent.django.http import reservations
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED

@@ -19,7 +19,7 @@ from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
 from django.db import connections, transaction
 
-from celery_idempotent.celery.definition import is_celerys_own
+from celery_idempotent.celery.definition import DefinedTask, is_celerys_own
 from celery_idempotent.celery.publishing import (
     DeferredCall,
     give_ids_to_callbacks,
@@ -76,7 +76,7 @@ def stage(
         return _stage_call(leader, DeferredCall(args=args, kwargs=kwargs, options=options), using)
     staged: list[str] = []
 
-    def intercept(task: IdempotentTask, call: DeferredCall) -> Result:
+    def intercept(task: DefinedTask, call: DeferredCall) -> Result:
         staged.append(_stage_call(task, call, using))
         return task.AsyncResult(staged[-1])
 

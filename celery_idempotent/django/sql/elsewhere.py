@@ -21,7 +21,7 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.claim import claim_var
+from celery_idempotent.protocol.claim import current_run
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -89,7 +89,7 @@ def _refuse_elsewhere(
 
         body ─ asyncio.to_thread(save) ─ a thread of its own: another connection, committed though the run rolls back
     """
-    claim = claim_var.get()
+    claim = current_run.get()
     around = None if claim is None else claim.transaction
     if around is not None and around.guards(context["connection"]):
         text = _statement_text(sql)

@@ -1,11 +1,13 @@
-"""Reporting an outcome: its counter, its signal and its line in the log, in one call, from every place.
+"""Events: the counter, the signal and the line in the log of each outcome, in one call, from every place.
 
 A worker, a publisher, an HTTP request, a sweep, an operator and a program all come here. Each outcome is reported where
 it becomes a fact, and there alone: the line says what happened to the key, while what becomes of the message (it comes
 back in 3 s, the task fails) is logged by the code that does it.
 
-A report costs a run less than a microsecond and no round trip: the counters are written later, and the event is made
-only if a receiver or the log wants it. One report of a duplicate, for example, is::
+A report costs a run less than a microsecond and no round trip: counts are added up in each process and written by the
+heartbeat's thread, kept by the hour, and the event is made only if a receiver or the log wants it. A process that ends
+writes what it counted; one that is killed takes it along: these are figures for charts, not for the books. One report
+of a duplicate, for example, is::
 
     report(replayed, …) ─┬─ counter   "shop.charge", "replayed": + 1; the heartbeat writes it to the store
                          ├─ log       INFO idempotency: shop.charge[4ce1] gets the stored result of …
@@ -16,13 +18,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from celery_idempotent import signals
-from celery_idempotent.protocol.calls import STORE_ERRORS, worker_name
-from celery_idempotent.protocol.counters import counters
-from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.errors import STORE_ERRORS, IdempotencyError, InvalidOption
 from celery_idempotent.records import State
 from celery_idempotent.signals import Event
 
@@ -33,6 +37,87 @@ if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
+
+#: A process writes what it counted at most so often, in seconds.
+WRITE_EVERY = 5.0
+
+#: So many different tasks and outcomes wait to be written while a store is down, the rest is dropped.
+MOST = 10_000
+
+_HOST = socket.gethostname()
+#: Tells this process, and all that it forks, from those of another machine with the same name and the same pids: two
+#: containers, say. A worker's children get it from its main process, which thus knows how they name themselves.
+_ORIGIN = os.urandom(4).hex()
+
+
+def worker_name(pid: int) -> str:
+    """Return how records name this process, or a child that it forked: ``hostname:pid/id``."""
+    return f"{_HOST}:{pid}/{_ORIGIN}"
+
+
+class Counters:
+    """How often each outcome came about in this process since that was written last, by store and task."""
+
+    #: Does a thread of this process write the counts? The heartbeat says so, and how to start it.
+    has_writer = False
+    start_writer: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        # No lock, and no weak references: an exception may strike wherever a run counts.
+        self.counts: dict[Store, Counter[tuple[str, str]]] = {}
+        self._written = time.monotonic()
+
+    def add(self, store: Store, task: str, outcome: str) -> None:
+        """Count one outcome; the heartbeat writes it in a few seconds, or the caller, with :meth:`write`."""
+        counts = self.counts.get(store)
+        if counts is None:
+            if not store.supports_counting:
+                return
+            counts = self.counts.setdefault(store, Counter())
+        counts[task, outcome] += 1
+
+    @property
+    def empty(self) -> bool:
+        """Is everything written?"""
+        return not self.counts
+
+    def beat(self) -> None:
+        """Write what was counted, if it is time."""
+        if time.monotonic() - self._written >= WRITE_EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was counted, now; what a store does not take is kept for the next time.
+
+        Any thread may: each takes what it writes out of the counters first. A lock would stay locked if a time limit
+        struck its owner, and nothing would be counted from then on.
+        """
+        self._written = time.monotonic()
+        for store in list(self.counts):
+            self._write(store)
+
+    def _write(self, store: Store) -> None:
+        # A thread that counts meanwhile adds to a new counter, or adds the last count to this one.
+        counts = self.counts.pop(store, None)
+        if not counts:
+            return
+        try:
+            store.count(dict(counts))
+        except IdempotencyError as error:
+            logger.debug("idempotency: outcomes are counted later: %s", error)
+            if len(counts) < MOST:
+                self.counts.setdefault(store, Counter()).update(counts)
+        except Exception:
+            logger.exception("idempotency: outcomes could not be counted")
+
+
+#: The counters of this process.
+counters = Counters()
 
 
 class Line(NamedTuple):
@@ -168,16 +253,18 @@ class Reporter:
         """
         counter, usual = OUTCOMES[outcome]
         if store is None:
-            try:  # noqa: SIM105  what a with costs is paid by each run
+            with suppress(*STORE_ERRORS, InvalidOption):  # there may be none that could count
                 store = self._store()
-            except STORE_ERRORS:
-                pass  # there is none that could count
         if store is not None:
-            counters.add(store, self.task, counter)
+            counts = counters.counts.get(store)
+            if counts is None:
+                counters.add(store, self.task, counter)
+            else:
+                counts[self.task, counter] += 1
             if state is State.FAILED and outcome is signals.settled:
                 counters.add(store, self.task, "failed")
-            if has_writer:
-                heartbeat.start()
+            if has_writer and not counters.has_writer:
+                counters.start_writer()
         if line is None:
             line = usual
             if observed:

@@ -1,0 +1,253 @@
+"""The callbacks of a finished task (links, chain, chord part, errbacks): Celery sends them, the record is marked.
+
+Celery sends all of them after the run. A worker may die before that, and then the message comes back and finds its own
+record settled. So the record is marked as *delivered* when Celery reports the end of the task, its last step::
+
+    run ─ settle ─┬─ ✗ ······················ redelivered: answered in full, Celery sends
+                  └─ Celery: links, chain, result, chord part, task_success ─ mark ─┬─ ✗ ── redelivered: silent
+                                                                                    └─ ack
+    between the sending and the mark: sent twice, under ids made from the parent's, so it takes effect once
+
+Celery takes an error of its own sending for the task's: it stores FAILURE, sends errbacks, fails the chord and
+acknowledges. From the settle to the end of the delivery the tracer therefore finds a backend that does none of it, and
+the main process gives the message back::
+
+    run ─ settle ─ Celery sends ─┬─ all: task_success ─ mark ─ ack
+                                 └─ ✗ no FAILURE ─┬─ published again with a countdown ─ ack
+                                                  └─ ✗ the broker is away: pause ─ requeue
+
+The next delivery is answered from the record, and Celery sends again. Hooks and signals of the task (``on_failure``,
+``task_failure``) report each error. A permanent error (an unknown serializer) fails the task, as with Celery.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any
+
+from celery.canvas import maybe_signature
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.utils.functional import maybe_list
+from kombu.exceptions import SerializationError, SerializerNotInstalled
+
+from celery_idempotent.celery import republish
+from celery_idempotent.celery.typed import AnyTask, Sig
+from celery_idempotent.errors import IdempotencyError, StoreUnavailable
+from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
+from celery_idempotent.records import Identity, State
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.app.task import Context
+
+    from celery_idempotent.celery.typed import AnyBackend
+
+logger = logging.getLogger(__name__)
+
+#: How long a process waits before its message goes back to a broker that is away, in seconds.
+PAUSE = 1.0
+
+#: On an exception, which takes it to the main process: the outcome for the message that ended with it.
+_OUTCOME = "idempotency_outcome"
+
+#: These come from a signature or a value: the next try would meet them again.
+_PERMANENT = (SerializationError, SerializerNotInstalled, IdempotencyError)
+#: So do these, unless a client of a broker or server raises them when its connection breaks.
+_AMBIGUOUS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+_CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
+
+
+#: On a request: the :class:`PendingCallbacks` of its delivery.
+PENDING = "idempotency_pending"
+
+
+def brings_callbacks(request: Context) -> bool:
+    """Does this request have links, errbacks, a chain or a chord?"""
+    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
+
+
+def drop_callbacks(request: Context) -> None:
+    """Let Celery send nothing for this request: all of it was sent before."""
+    request.callbacks = request.errbacks = request.chain = request.chord = None
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingCallbacks:
+    """The record of a delivery is settled as ``state``, and Celery has still to send its callbacks.
+
+    ``token`` is that of the record to mark, ``None`` where this delivery did not settle it. Until ``give_up``
+    (monotonic) the record will surely be there to answer, should the message come back; ``chain`` is the one that it
+    came with: the tracer of Celery < 5.7 takes its last step out.
+    """
+
+    task: AnyTask
+    request: Any
+    state: State
+    identity: Identity
+    token: int | None
+    give_up: float
+    chain: list[object]
+
+    @property
+    def task_id(self) -> str:
+        """The task id of the delivery."""
+        return str(self.request.id)
+
+    def mark(self) -> None:
+        """Mark the record as delivered; if that fails, its callbacks may be sent once more."""
+        if self.token is None:
+            return
+        try:
+            get_store(self.task.app).mark_delivered(self.identity, token=self.token)
+        except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
+            logger.warning(
+                "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
+                "come back, they are sent again, under the same ids: %s",
+                self.identity,
+                error,
+            )
+
+
+def expect_callbacks(
+    task: AnyTask, state: State, identity: Identity, token: int | None, *, keep_ms: int
+) -> None:
+    """Remember that a record, kept for so long, is to be marked when Celery is done with this delivery."""
+    request: Any = task.request
+    left_ms = 0 if request.is_eager else keep_ms  # an eager call has no message
+    vars(request)[PENDING] = PendingCallbacks(
+        task=task,
+        request=request,
+        state=state,
+        identity=identity,
+        token=token,
+        give_up=time.monotonic() + left_ms / 1000,
+        chain=list(request.chain or ()),
+    )
+
+
+def mark_success(sender: AnyTask, **_: object) -> None:
+    """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
+    if PENDING in vars(sender.request):
+        _mark_ended(sender, State.COMPLETED)
+
+
+def mark_failure(sender: AnyTask, **_: object) -> None:
+    """Mark the record of a task whose errbacks Celery has sent (``task_failure``).
+
+    Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
+    and stays undelivered.
+    """
+    if PENDING in vars(sender.request):
+        _mark_ended(sender, State.FAILED)
+
+
+def _mark_ended(task: AnyTask, state: State) -> None:
+    pending: PendingCallbacks = vars(task.request)[PENDING]
+    if pending.state is state:
+        _forget(pending.request)
+        pending.mark()
+
+
+def _forget(request: object) -> None:
+    vars(request).pop(PENDING, None)
+
+
+def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
+    """Return ``links`` with task ids made from the parent's id where they have none.
+
+    Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
+    the same id both times.
+    """
+
+    def with_id(task: AnySignature, place: Place) -> AnySignature:
+        options = task.get("options") or {}
+        path = "/".join(map(str, (parent_id, kind, *place)))
+        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
+        return {**task, "options": {**options, "task_id": task_id}}
+
+    derived = [
+        maybe_signature(with_tasks(link, with_id, (index,)), app=app)
+        for index, link in enumerate(maybe_list(links) or [])
+    ]
+    return derived or links
+
+
+# -- when they cannot be sent ------------------------------------------------------------------------------------------
+
+
+class BackendAfterSettle:
+    """Stands for a task's result backend from the settle to the end of the delivery."""
+
+    def __init__(self, backend: AnyBackend, pending: PendingCallbacks) -> None:
+        self._backend, self._pending = backend, pending
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._backend, name)
+
+    def mark_as_failure(
+        self, task_id: str, exc: BaseException, *args: object, **options: object
+    ) -> object:
+        """Fail the task, unless its body succeeded and its callbacks can be sent later."""
+        if task_id != self._pending.task_id:
+            return self._backend.mark_as_failure(task_id, exc, *args, **options)
+        failed = self._pending.state is State.FAILED
+        if not failed and self._comes_back(exc, exc):
+            return None
+        try:
+            return self._backend.mark_as_failure(task_id, exc, *args, **options)
+        except Exception as trouble:  # its errbacks, or its part of a chord
+            if failed and self._comes_back(exc, trouble):
+                return None
+            raise
+
+    def _comes_back(self, ended_with: BaseException, trouble: BaseException) -> bool:
+        """Have the message come back, if this trouble may pass; ``False`` if it does not."""
+        pending, reason = self._pending, type(trouble).__name__
+        task, request = pending.task, pending.request
+        may_pass = time.monotonic() <= pending.give_up and is_transient(trouble)
+        published = may_pass and republish.come_back(task, request, pending.chain)
+        if not published and not (may_pass and task.acks_late):
+            logger.critical(
+                "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s",
+                task.name,
+                pending.task_id,
+                reason,
+            )
+            return False
+        _forget(request)
+        logger.error(
+            "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back",
+            task.name,
+            pending.task_id,
+            reason,
+        )
+        setattr(ended_with, _OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
+        if not published:
+            with suppress(SoftTimeLimitExceeded):
+                time.sleep(PAUSE)
+        return True
+
+
+def is_transient(error: BaseException) -> bool:
+    """May the same be sent successfully later?"""
+    if isinstance(error, (OSError, StoreUnavailable)):
+        return True  # an OSError may be a ValueError as well: TLS raises one for a certificate
+    if not isinstance(error, (*_PERMANENT, *_AMBIGUOUS)):
+        return True
+    frames = (frame for frame, _line in walk_tb(error.__traceback__))
+    return not isinstance(error, _PERMANENT) and any(
+        str(frame.f_globals.get("__name__")).startswith(_CLIENTS) for frame in frames
+    )
+
+
+def outcome_of(error: BaseException | None) -> Ignore | Reject | None:
+    """Return the outcome for a message that ended with this error, if its task is done."""
+    outcome: Ignore | Reject | None = getattr(error, _OUTCOME, None)
+    return outcome

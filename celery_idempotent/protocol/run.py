@@ -1,0 +1,749 @@
+"""A run: claim, refuse poison, heartbeat, body, settle or release, report.
+
+::
+
+    claim ──▶ Claimed ────▶ body ──▶ value ──────────▶ settle COMPLETED ──▶ returned
+      │                       │                          └─ a newer claim ──▶ claim again: answered as its duplicate
+      │                       ├────▶ permanent error ─▶ settle FAILED ─────▶ raised
+      │                       └────▶ any other ───────▶ release ───────────▶ raised
+      ├────▶ Settled ─────▶ replay
+      ├────▶ Held ────────▶ wait for the holder, then conflict
+      ├────▶ Mismatched ──▶ FingerprintMismatch
+      └────▶ Unanswered ──▶ store_failed, or a run without protection
+
+It knows the store and the policy, and nothing of Celery. A caller, a delivery of a task or a request of a view, is a
+subclass of :class:`Run`: its hooks say what becomes of the call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from celery_idempotent import backoff, errors, signals
+from celery_idempotent.errors import STORE_ERRORS
+from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Reporter
+from celery_idempotent.protocol.claim import Claim, Phase, current_run
+from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.protocol.shield import NO_SHIELD, Shield, shields
+from celery_idempotent.protocol.unfinished import close, is_unfinished
+from celery_idempotent.records import (
+    Answer,
+    Claimed,
+    ClaimRequest,
+    EndState,
+    Held,
+    Mismatched,
+    Record,
+    Settled,
+    SettleRequest,
+    State,
+    Stored,
+)
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+
+if TYPE_CHECKING:
+    from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
+
+logger = logging.getLogger(__name__)
+
+#: What a call runs.
+Body = Callable[[], object]
+
+#: The ``on_commit`` of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
+OnCommit = Callable[[Callable[[], None]], None]
+
+#: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
+CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
+
+#: A duplicate that waits for the holder looks again after these times, in seconds.
+_FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
+
+#: After so many refusals in a row the end state is written without the value.
+MAX_REFUSALS = 2
+#: A value of so many bytes may be the reason why a store that answers does not take a record.
+LARGE_VALUE = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The store did not answer the claim, or cannot be used. Nothing ran."""
+
+    error: errors.StoreUnavailable | errors.StoreMisconfigured
+
+
+class Run(Claim):
+    """One delivery of one call: what it is about, what its caller brings, and how far it has come.
+
+    The hooks at the end are the caller's part.
+    """
+
+    #: Exceptions by which a body says what becomes of its message: none of them is a failure.
+    control: tuple[type[Exception], ...] = ()
+    #: Does any other exception settle FAILED, not only a permanent one? The outcome is asked for.
+    keeps_failure = False
+    #: What a sweep publishes should the claim go stale.
+    message: bytes | None = None
+    #: The body replaced its task by another one, which has its task id.
+    replaced = False
+    #: Runs the body in a transaction with its record: :func:`.atomic.run_body`, where the policy wants that.
+    in_transaction: Callable[[Run, Body], object] | None = None
+    #: How often the database rolled this call back at its end.
+    repeats = 0
+    #: Called after the rollback of its transaction: releases the key and, if the run is not eager, publishes a retry.
+    after_rollback: Callable[[], object] | None = None
+    #: Returns the ``on_commit`` of each transaction that the caller has open, none if the record is part of one: an
+    #: eager run is settled after their COMMIT.
+    open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
+    #: Has the caller to hear that the end state is written (:meth:`settled`)?
+    has_callbacks = False
+    #: When the settle began (``time.monotonic``).
+    settling_since: float | None = None
+    #: A process that is being ended has one more try, and had it.
+    last_try_made = False
+    #: How often a duplicate that waits has looked whether the holder is done.
+    polls = 0
+
+    name: str
+    reporter: Reporter
+    fingerprint: bytes | None
+    task_id: str
+    worker: str
+    #: How long a settled record is kept, and how much longer than its lease one that is not.
+    settled_keep_ms: int
+    keep_ms: int
+    started_at: float
+    shield: Shield
+
+    def open_store(self) -> Store:
+        """Return the store; a store error is one of the claim."""
+        raise NotImplementedError
+
+    def write_end(self, end: SettleRequest) -> bool:
+        """Write the end state, with whatever the store can write in the same step; ``False``: a newer claim."""
+        return self.store.settle(end)
+
+    def settled(self, state: EndState) -> None:
+        """The end state is written, and reported."""
+
+    def late_error(self, error: Exception) -> Exception:
+        """Return what is raised for an exception that came after the body, from the end of its transaction."""
+        return error
+
+    def is_over_time(self) -> bool:
+        """Is the process ended because this very run took too long?"""
+        return False
+
+    def longest_wait_ms(self) -> int | None:
+        """Return how long a duplicate may hold its worker; ``None``: as long as its policy wants."""
+        return None
+
+    def replay(self, record: Record, age_ms: int) -> object:
+        """Answer from a record: return its value or raise its exception."""
+        raise NotImplementedError
+
+    def conflict(self, record: Record, left_ms: int) -> NoReturn:
+        """Another run holds the key: raise what becomes of this call."""
+        raise NotImplementedError
+
+    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
+        """Raise what becomes of a call that did not run; ``begun``: that was rolled back, or is in doubt."""
+        raise NotImplementedError
+
+
+def run_in_progress() -> Run | None:
+    """Return the run that this code is the body of."""
+    run = current_run.get()
+    return run if isinstance(run, Run) and run.phase in (Phase.RUNNING, Phase.RELEASED) else None
+
+
+# -- the table of contents ---------------------------------------------------------------------------------------------
+
+
+def execute(run: Run, body: Body) -> object:
+    """Run ``body`` once for the key of ``run``, or answer from the record.
+
+    Raises:
+        FingerprintMismatch: if the key belongs to a call with other arguments.
+        BaseException: what ``body`` raised, or what the caller makes of a conflict or of a store that fails.
+    """
+    run.started_at = time.monotonic()
+    run.shield = shields.get(get_ident(), NO_SHIELD)
+    was_closed = run.shield.close()
+    try:
+        if run.policy.mode == "observe":
+            return _observe(run, body)
+        while True:
+            match _claim(run):
+                case Claimed(record):
+                    if record.crashes and _refuse_poison(run, record):
+                        continue
+                    value = _run_body(run, record, body)
+                    if run.phase is not Phase.UNDONE:
+                        return value
+                case Settled(record, age_ms):
+                    _report(
+                        run, signals.replayed, record, seconds=time.monotonic() - run.started_at
+                    )
+                    return run.replay(record, age_ms)
+                case Held(record, left_ms):
+                    if not _wait_for_holder(run, left_ms):
+                        waited = time.monotonic() - run.started_at
+                        _report(run, signals.conflicted, record, seconds=waited)
+                        run.shield.let_exit()
+                        run.conflict(record, left_ms)
+                case Mismatched(record):
+                    raise _mismatch(run, record)
+                case Unanswered(error):
+                    _report(run, signals.store_failed, error=error)
+                    run.shield.let_exit()
+                    if run.policy.on_store_error != "open":
+                        run.store_failed(error)
+                    line = "idempotency: %s[%s] runs without protection: %s"
+                    logger.warning(line, run.name, run.task_id, error)
+                    return _run_unguarded(run, body)
+    finally:
+        run.shield.leave(was_closed=was_closed, nested=current_run.get() is not None)
+
+
+def _run_body(run: Run, record: Record, body: Body) -> object:
+    """Heartbeat, body, settle or release. Where the phase is UNDONE then, there is no value.
+
+    Nothing strikes in this function itself (:mod:`.shield`): a body that returned is settled.
+    """
+    run.record, run.phase = record, Phase.RUNNING
+    outer = current_run.set(run)
+    if not run.store.joined():  # else no other thread could see it, or renew it
+        heartbeat.add(run)
+    try:
+        run.reporter.report(
+            signals.claimed,
+            run.identity,
+            run.task_id,
+            record,
+            store=run.store,
+            state=State.PROCESSING,
+            seconds=time.monotonic() - run.renewed_at,
+        )
+        if run.in_transaction is None:
+            run.shield.open()
+            value = body()
+        else:
+            value = run.in_transaction(run, body)
+        run.shield.closed = True
+        if is_unfinished(type(value)) and run.policy.mode != "observe":  # type: ignore[arg-type]  # classes are hashable
+            raise close(run.name, value)
+    except BaseException as error:
+        run.shield.closed = True
+        end_failed(run, error)
+        if run.phase is Phase.UNDONE and isinstance(error, Exception):
+            return None
+        raise
+    else:
+        if run.phase is Phase.RUNNING:
+            settle(run, State.COMPLETED, value)
+        return value
+    finally:
+        if run.phase in (Phase.RUNNING, Phase.RELEASED):
+            run.phase = Phase.ENDED
+        heartbeat.remove(run)
+        current_run.reset(outer)
+
+
+def _report(
+    run: Run, outcome: Signal, record: Record | None = None, **details: Unpack[Details]
+) -> None:
+    store: Store | None = getattr(run, "store", None)
+    run.reporter.report(outcome, run.identity, run.task_id, record, store=store, **details)
+
+
+# -- to claim ----------------------------------------------------------------------------------------------------------
+
+
+def _claim(run: Run) -> Answer | Unanswered:
+    """Ask the store for the key; for a few seconds, and always with the same attempt, while it is away."""
+    policy = run.policy
+    run.phase, run.lost, run.replaced, run.known_steps = Phase.CLAIMING, False, False, None
+    request = ClaimRequest(
+        identity=run.identity,
+        fingerprint=run.fingerprint,
+        task_id=run.task_id,
+        worker=run.worker,
+        message=run.message,
+        attempt=os.urandom(ATTEMPT_BYTES),
+        lease_ms=policy.lease_ms,
+        keep_ms=run.keep_ms,
+        # A sweep leaves alone what is only observed.
+        on_stale="interrupt" if policy.mode == "observe" else policy.on_stale,
+    )
+    try:
+        return _claim_in_time(run, request)
+    except BaseException:
+        # A greenlet, or a thread without a shield, was ended before the answer was here: the store may have given us
+        # the key.
+        run.shield.waiting = False
+        with suppress(*STORE_ERRORS):
+            answer = run.store.claim(request)
+            if isinstance(answer, Claimed):
+                run.store.release(run.identity, token=answer.record.token)
+        raise
+
+
+def _claim_in_time(run: Run, request: ClaimRequest) -> Answer | Unanswered:
+    policy, give_up, failures = run.policy, time.monotonic() + CLAIM_SECONDS, 0
+    while True:
+        try:
+            run.store = run.open_store()
+            run.shield.waiting = True
+            run.renewed_at = time.monotonic()
+            answer = run.store.claim(request)
+            run.shield.waiting = False
+        except errors.StoreUnavailable as error:  # noqa: PERF203  one try failed, and the next may not
+            failures += 1
+            if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
+                return Unanswered(error)
+        except errors.StoreMisconfigured as error:
+            run.shield.waiting = False
+            return Unanswered(error)
+        else:
+            if policy.retention_ms or not isinstance(answer, (Settled, Mismatched)):
+                return answer
+            record = answer.record
+            if record.task_id == run.task_id or not policy.forgets(record):
+                return answer
+            # With a retention of 0 a settled record only answers redeliveries of its own message. This message is
+            # another one: delete the record, and claim again.
+            run.store.forget_mark(run.identity, token=record.token)
+
+
+def _try_again(run: Run, failures: int, *, until: float) -> bool:
+    """Pause; ``False`` if there is to be no other try. A process that is being ended has one more, at once."""
+    run.shield.waiting = False
+    if run.shield.ending:
+        is_first, run.last_try_made = not run.last_try_made, True
+        return is_first
+    left = until - time.monotonic()
+    if left <= 0:
+        return False
+    run.shield.pause(min(backoff.seconds(failures), left))
+    return True
+
+
+def _wait_for_holder(run: Run, left_ms: int) -> bool:
+    """Wait for the holder a little, where the policy wants that; ``False`` if the time is up."""
+    if run.policy.on_conflict != "wait":
+        return False
+    wait_ms, longest_ms = run.policy.wait_ms, run.longest_wait_ms()
+    if longest_ms is not None:
+        wait_ms = min(wait_ms, longest_ms)
+    left = run.started_at + wait_ms / 1000 - time.monotonic()
+    if left <= 0:
+        return False
+    run.polls += 1
+    # Its lease may end before the next look would be due.
+    longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
+    pause = backoff.seconds(run.polls, first=_FIRST_LOOK, longest=longest)
+    return run.shield.pause(min(pause, left))
+
+
+def _mismatch(run: Run, record: Record) -> errors.FingerprintMismatch:
+    _report(run, signals.mismatched, record, seconds=time.monotonic() - run.started_at)
+    return errors.FingerprintMismatch(
+        f"{run.identity} belongs to task {record.task_id}, which was called with other arguments: a key stands for one "
+        "intention. Use another key, or take what may differ out of idempotency_fingerprint."
+    )
+
+
+def _refuse_poison(run: Run, record: Record) -> bool:
+    """Settle FAILED a key that is not to be run again (celery #9082); the next claim finds that record."""
+    crashes, policy = record.crashes, run.policy
+    if policy.on_stale == "fail":
+        error: errors.IdempotencyError = errors.ProcessingTimedOut(
+            f"{run.name} was not run again: the last run of {run.identity} did not come back, and "
+            'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then complete '
+            "the key, or forget it."
+        )
+    elif crashes > policy.max_crashes:
+        error = errors.TooManyCrashes(
+            f"{run.name} was not run again: {crashes} runs of {run.identity} ended in a crash of their "
+            f"worker, more than idempotency_max_crashes ({policy.max_crashes}). Find the cause, then "
+            "forget the key.",
+            crashes,
+        )
+    else:
+        return False
+    run.record = record
+    try:
+        if run.store.settle(_end_of(run, State.FAILED, run.codec.dump_error(error))):
+            about: Details = {"state": State.FAILED, "error": error, "line": FAILED_WITHOUT_RUN}
+            _report(run, signals.settled, record, **about)
+        else:
+            _report(run, signals.lease_lost, record)
+    except STORE_ERRORS as trouble:  # nothing ran, so that is no loss: the message comes back
+        _report(run, signals.store_failed, record, error=trouble)
+        run.store_failed(trouble)
+    return True
+
+
+# -- to settle ---------------------------------------------------------------------------------------------------------
+
+
+def settle(run: Run, state: EndState, outcome: Any) -> None:
+    """Write the end state; try for a whole lease: without it another run would repeat what the body did.
+
+    A process that is being ended has one try more, and in observe mode there is only one.
+    """
+    if run.open_transactions is not None and _settle_after_commit(run, state, outcome):
+        return
+    run.settling_since = time.monotonic()
+    try:
+        written = _settle_in_time(run, state, outcome)
+    except BaseException:
+        # The process, or the greenlet, ends in a moment: one last try, of the record alone.
+        if run.phase is Phase.RUNNING:
+            try:
+                written = run.store.settle(_end_of(run, state, _dump(run, state, outcome)))
+            except Exception as error:  # noqa: BLE001  of the store or the codec
+                _give_up(run, error)
+            else:
+                _note_end(run, state, outcome, written)
+        raise
+    if written:
+        report_settled(run, state, outcome if state is State.FAILED else None)
+    elif written is not None:
+        _lose(run)
+
+
+def _settle_in_time(run: Run, state: EndState, outcome: Any) -> bool | None:
+    """Write the end state: ``False`` if there is a newer claim, ``None`` if it is given up."""
+    give_up = time.monotonic() + run.policy.lease_ms / 1000
+    failures = refusals = 0
+    value: Stored | None = None
+    while True:
+        try:
+            value = None if refusals >= MAX_REFUSALS else _dump(run, state, outcome)
+            end = _end_of(run, state, value)
+            run.shield.waiting = True
+            # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
+            written = run.store.settle(end) if failures else run.write_end(end)
+            run.shield.waiting = False
+        except Exception as error:  # noqa: BLE001, PERF203  of the store or the codec
+            failures += 1
+            if run.policy.mode == "observe" or not _try_again(run, failures, until=give_up):
+                _give_up(run, error)
+                return None
+            refusals = refusals + 1 if _is_refused(run, value, error) else 0
+            if refusals == MAX_REFUSALS:
+                logger.warning(
+                    "idempotency: the store does not take the result of %s (%s), which is settled without it: "
+                    "duplicates will look for it in the result backend",
+                    run.identity,
+                    error,
+                )
+        else:
+            return written
+
+
+def _dump(run: Run, state: EndState, outcome: Any) -> Stored | None:
+    if run.replaced:
+        return None
+    return (
+        run.codec.dump_value(outcome) if state is State.COMPLETED else run.codec.dump_error(outcome)
+    )
+
+
+def _end_of(run: Run, state: EndState, value: Stored | None) -> SettleRequest:
+    return SettleRequest(
+        record=run.record,
+        state=state,
+        value=value,
+        keep_ms=run.settled_keep_ms,
+        replaced=run.replaced,
+    )
+
+
+def _note_end(run: Run, state: EndState, outcome: Any, written: bool) -> None:
+    if written:
+        report_settled(run, state, outcome if state is State.FAILED else None)
+    else:
+        _lose(run)
+
+
+def report_settled(run: Run, state: EndState, error: BaseException | None = None) -> None:
+    """Note and report that the end state is written, once."""
+    if run.phase is Phase.SETTLED:
+        return
+    run.phase = Phase.SETTLED
+    took = None if run.settling_since is None else time.monotonic() - run.settling_since
+    run.reporter.report(
+        signals.settled,
+        run.identity,
+        run.task_id,
+        run.record,
+        store=run.store,
+        state=state,
+        error=error,
+        seconds=took,
+    )
+    if run.has_callbacks:
+        run.settled(state)
+
+
+def _is_refused(run: Run, value: Stored | None, error: Exception) -> bool:
+    """Is it the value that cannot be stored? Then the store answers a question, and is not merely away.
+
+    A server that ends the connection of a client whose command is too large looks like one that is lost. An error
+    that may pass is therefore taken for a refusal only with a large value.
+    """
+    if not isinstance(error, STORE_ERRORS):
+        return True
+    if value is None or (
+        isinstance(error, errors.StoreUnavailable) and len(value.body) < LARGE_VALUE
+    ):
+        return False
+    try:
+        run.store.get(run.identity)
+    except STORE_ERRORS:
+        return False
+    return True
+
+
+def _give_up(run: Run, error: Exception) -> None:
+    """Report that the body is over, and that its end state cannot be written."""
+    run.phase = Phase.ENDED
+    if run.policy.mode == "observe":
+        logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
+    else:
+        _report(run, signals.settle_failed, run.record, error=error)
+
+
+def _settle_after_commit(run: Run, state: EndState, outcome: Any) -> bool:
+    """Put the settle off until the caller's transactions commit; ``False``: none is open, or one has the record.
+
+    A rollback drops the hooks, and the lease ends the claim.
+    """
+    assert run.open_transactions is not None
+    on_commits = run.open_transactions(run.store)
+    if not on_commits:
+        return False
+    value: Stored | None = None
+    with suppress(Exception):  # as in settle(): without a value, if it cannot be serialized
+        value = _dump(run, state, outcome)
+    end, uncommitted = _end_of(run, state, value), len(on_commits)
+
+    def after_commit() -> None:
+        nonlocal uncommitted
+        uncommitted -= 1
+        if uncommitted:
+            return
+        run.settling_since = time.monotonic()
+        until = run.settling_since + run.policy.lease_ms / 1000
+        try:
+            written = backoff.persist(
+                lambda: run.store.settle(end), until=until, errors=STORE_ERRORS
+            )
+        except STORE_ERRORS as error:
+            _give_up(run, error)
+        else:
+            _note_end(run, state, outcome, written)
+
+    for on_commit in on_commits:
+        on_commit(after_commit)
+    run.phase = Phase.AWAITS_COMMIT
+    return True
+
+
+# -- to release --------------------------------------------------------------------------------------------------------
+
+
+def end_failed(run: Run, error: BaseException) -> None:
+    """End the claim of a body that raised ``error``.
+
+    ::
+
+        the body raised …                            the record is …
+        what replaced its task by another one        settled COMPLETED, as replaced
+        a permanent error                            settled FAILED
+        Retry, Ignore, Reject, or what ends          released
+        the process
+        any other exception                          released
+        the same, where a client asks for the        settled FAILED
+        outcome, with no steps recorded
+    """
+    if (
+        run.phase is not Phase.RUNNING
+    ):  # released for a retry or a replacement by the body; ended by its transaction
+        return
+    if run.replaced:
+        settle(run, State.COMPLETED, None)
+    elif _is_final(run, error):
+        settle(run, State.FAILED, error)
+    elif not isinstance(error, Exception) and run.is_over_time():
+        # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
+        run.phase = Phase.ENDED
+    elif (
+        release(run, error=error) is False
+        and isinstance(error, Exception)
+        and not find_newer_claim(run)
+        and isinstance(error, errors.LeaseLost)
+    ):
+        run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
+
+
+def _is_final(run: Run, error: BaseException) -> bool:
+    """Do duplicates get this error?
+
+    Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat them: so
+    a run with steps is released, which keeps them. After a permanent error there is no new run.
+    """
+    if isinstance(error, (*run.control, errors.LeaseLost)) or not isinstance(error, Exception):
+        return False
+    return isinstance(error, run.policy.permanent_errors) or (
+        run.keeps_failure and not run.has_steps
+    )
+
+
+def give_back(run: Run, *, requeue_ms: int | None = None) -> None:
+    """Release the key from within the body: a retry or a replacement with this key is about to be published."""
+    was_closed = run.shield.close()
+    try:
+        release(run, requeue_ms=requeue_ms)
+    finally:
+        run.shield.leave(was_closed=was_closed, nested=True)
+
+
+def release(
+    run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None
+) -> bool | None:
+    """Give the key back; ``False``: there was nothing to release, ``None``: the store is away, the lease ends it.
+
+    ``requeue_ms``: the call comes again. If not within this time, a sweep sends the record's message, if any. The store
+    has one second to answer. Where ``error`` ends the process there is one try: at a hard time limit Celery sends
+    SIGTERM, and 0.1 s later SIGKILL.
+    """
+    run.phase = Phase.RELEASED
+    try:
+        return _release_in_time(run, requeue_ms, error)
+    except BaseException:
+        with suppress(Exception):  # the process, or the greenlet, may be about to end: one last try
+            run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
+        raise
+
+
+def _release_in_time(run: Run, requeue_ms: int | None, error: BaseException | None) -> bool | None:
+    at_exit = error is not None and not isinstance(error, Exception)
+    give_up = time.monotonic() + RELEASE_SECONDS
+    failures = 0
+    while True:
+        try:
+            run.shield.waiting = not at_exit
+            released = run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
+            run.shield.waiting = False
+        except STORE_ERRORS as trouble:  # noqa: PERF203  one try failed, and the next may not
+            failures += 1
+            if at_exit or not _try_again(run, failures, until=give_up):
+                line = "idempotency: could not release %s, its lease will end it: %s"
+                logger.warning(line, run.identity, trouble)
+                return None
+        else:
+            # An earlier try may have released the key, and its answer was lost: report that, too.
+            if released or failures:
+                state = _state_after(run, requeue_ms)
+                _report(run, signals.released, run.record, state=state, error=error)
+            return released
+
+
+def _state_after(run: Run, requeue_ms: int | None) -> State | None:
+    """Return what a release made of the record; ``None``: it is deleted."""
+    if requeue_ms is not None and (run.record.reserved or run.message is not None):
+        return State.QUEUED
+    return State.INTERRUPTED if run.has_steps else None
+
+
+def find_newer_claim(run: Run) -> bool:
+    """Has the key a newer claim? Then this call is its duplicate, and that is reported."""
+    try:
+        found = run.store.get(run.identity)
+    except STORE_ERRORS:
+        return False
+    # A record that is gone was released or forgotten: the key is free.
+    if found is None or found.token == run.token:
+        return False
+    _lose(run)
+    return True
+
+
+def _lose(run: Run) -> None:
+    """A newer claim has the key: drop what this run did, and go on as its duplicate."""
+    observed = run.policy.mode == "observe"
+    run.phase = Phase.ENDED if observed else Phase.UNDONE
+    _report(run, signals.lease_lost, run.record, observed=observed)
+
+
+# -- without protection ------------------------------------------------------------------------------------------------
+
+
+def _observe(run: Run, body: Body) -> object:
+    """Run whatever the store says; record, count and log what would have been a duplicate."""
+    match _claim(run):
+        case Claimed(record):
+            return _run_body(run, record, body)
+        case Held(record, _):
+            _report(run, signals.conflicted, record, observed=True)
+        case Settled(record, _):
+            _report(run, signals.replayed, record, observed=True)
+        case Mismatched(record):
+            _report(run, signals.mismatched, record, observed=True)
+        case Unanswered(error):
+            _report(run, signals.store_failed, error=error, observed=True)
+    return _run_unguarded(run, body)
+
+
+def unguarded(run: Run) -> Run:
+    """Give ``run`` a claim that holds nothing: its key is known, its token is 0, its steps just run."""
+    run.phase = Phase.UNGUARDED
+    run.record = Record(
+        identity=run.identity,
+        state=State.PROCESSING,
+        token=0,
+        created_ms=0,
+        updated_ms=0,
+        fingerprint=run.fingerprint,
+        task_id=run.task_id,
+        worker=run.worker,
+    )
+    return run
+
+
+def execute_unguarded(run: Run, body: Body) -> object:
+    """Run ``body`` without protection."""
+    run.shield = shields.get(get_ident(), NO_SHIELD)
+    was_closed = run.shield.close()
+    try:
+        return _run_unguarded(run, body)
+    finally:
+        run.shield.leave(was_closed=was_closed, nested=current_run.get() is not None)
+
+
+def _run_unguarded(run: Run, body: Body) -> object:
+    outer = current_run.set(unguarded(run))
+    try:
+        if run.in_transaction is not None:
+            return run.in_transaction(run, body)
+        run.shield.open()
+        return body()
+    finally:
+        run.shield.closed = True
+        run.phase = Phase.ENDED
+        current_run.reset(outer)
+
+
+#: For the shield: the functions with these globals are never struck.
+PROTOCOL = globals()

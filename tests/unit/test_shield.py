@@ -1,0 +1,169 @@
+"""A signal strikes in the body, and nowhere else: all over a run, each in a child of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from celery_idempotent import backoff
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol import shield
+from celery_idempotent.protocol.claim import current_claim
+from celery_idempotent.protocol.run import PROTOCOL
+from celery_idempotent.records import State
+from celery_idempotent.stores.memory import MemoryStore
+from tests.support.runs import IDENTITY, Ran
+from tests.unit.test_runner import a_call, make_runner
+
+#: A run is struck at each so many instructions, from a place that is another each time.
+STEP = 41
+
+
+class LimitError(Exception):
+    """The soft time limit."""
+
+
+class FlakyStore(MemoryStore):
+    """A store of which the first answer to each verb is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[str] = set()
+
+    def _lose(self, verb: str, answer: Any) -> Any:
+        if verb not in self.lost:
+            self.lost.add(verb)
+            raise StoreUnavailable("the answer was lost")
+        return answer
+
+    def claim(self, request: Any) -> Any:
+        return self._lose("claim", super().claim(request))
+
+    def settle(self, request: Any) -> Any:
+        return self._lose("settle", super().settle(request))
+
+    def release(self, identity: Any, **about: Any) -> Any:
+        return self._lose("release", super().release(identity, **about))
+
+
+def in_child(function: Callable[[], str]) -> str:
+    """Return what a function says in a fork of this process, whose signal handlers and threads are its own."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        words = "failed"
+        with suppress(BaseException):
+            words = function()
+        os.write(writing, words.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as answer:
+        return answer.read()
+
+
+def strike_one(number: int, signum: int, store: MemoryStore) -> str:
+    """Say what became of a run whose ``number``-th instruction a signal strikes."""
+    effects, seen, struck = list[str](), 0, ""
+    backoff.seconds = lambda *_, **__: 0.0
+
+    def limit(*_: object) -> None:
+        raise LimitError if signum == signal.SIGUSR1 else SystemExit
+
+    def body() -> str:
+        effects.append("effect")
+        return "value"
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen, struck
+        if frame.f_code.co_filename == __file__ and frame.f_code is not body.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if event == "opcode" and seen == number:
+            struck = f"{frame.f_code.co_name}:{frame.f_lineno}"
+            handler: Any = signal.getsignal(signum)
+            handler(signum, frame)  # what it raises is raised in that frame
+        return trace
+
+    signal.signal(signum, limit)
+    shield.install(signum, protocol=PROTOCOL)
+    runner = make_runner(store)
+    sys._getframe().f_trace_opcodes = True
+    sys.settrace(trace)
+    try:
+        answer = runner.execute(a_call(), body)
+        outcome = "value" if answer == Ran("value") else repr(answer)
+    except (LimitError, SystemExit) as error:
+        outcome = type(error).__name__
+    finally:
+        sys.settrace(None)
+    if not struck:
+        return "over"
+    record = store.get(IDENTITY)
+    state = None if record is None else record.state
+    completed = bool(effects) and state is State.COMPLETED
+    free = not effects and state is None and outcome != "value"
+    in_body = struck.startswith("body:") and state is None  # its exception: released
+    right = (completed or free or in_body) and current_claim() is None
+    return "ok" if right else f"{struck}: {len(effects)} effects, {state}, {outcome}"
+
+
+# SIGTERM leaves a verb one try more: if the store loses that, too, the lease ends the claim.
+@pytest.mark.parametrize(
+    ("signum", "kind"),
+    [(signal.SIGUSR1, MemoryStore), (signal.SIGTERM, MemoryStore), (signal.SIGUSR1, FlakyStore)],
+)
+def test_what_took_effect_is_completed_and_what_did_not_is_free(
+    signum: int, kind: type[MemoryStore]
+) -> None:
+    wrong, number = [], random.randrange(STEP)
+    while (said := in_child(lambda: strike_one(number, signum, kind()))) != "over":  # noqa: B023
+        if said != "ok":
+            wrong.append(said)
+        number += STEP
+    assert number > 500, "the striker does not strike"
+    assert wrong == []
+
+
+def make(received: list[int]) -> shield.MainThreadShield:
+    made = shield.MainThreadShield(PROTOCOL)
+    made._handlers = {n: lambda n, _: received.append(n) for n in (signal.SIGUSR1, signal.SIGTERM)}
+    return made
+
+
+def test_a_soft_limit_of_a_run_that_is_over_is_dropped_and_a_termination_is_not(caplog):
+    received: list[int] = []
+    made = make(received)
+    was_closed = made.close()
+    made._handle(signal.SIGUSR1, None)
+    made._handle(signal.SIGTERM, None)
+    made.leave(was_closed=was_closed, nested=False)
+    assert received == [signal.SIGTERM]
+    assert "a soft time limit came after its task had ended" in caplog.text
+
+
+def test_a_run_in_the_body_of_another_leaves_it_the_soft_limit():
+    received: list[int] = []
+    made = make(received)
+    was_closed = made.close()
+    made._handle(signal.SIGUSR1, None)
+    made.leave(was_closed=was_closed, nested=True)
+    assert received == [signal.SIGUSR1]
+
+
+def test_a_signal_ends_a_wait_for_the_store_and_a_pause_once():
+    made = make([])
+    made.close()
+    made.waiting = True
+    with pytest.raises(shield.VerbInterrupted):
+        made._handle(signal.SIGUSR1, None)
+    made._handle(signal.SIGUSR1, None)  # the verb is not under way any more
+    assert made.pause(0.01), "a signal that came before does not end it"
