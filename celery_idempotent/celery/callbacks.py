@@ -27,6 +27,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,6 @@ _PERMANENT = (SerializationError, SerializerNotInstalled, IdempotencyError)
 #: So do these, unless a client of a broker or server raises them when its connection breaks.
 _AMBIGUOUS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
-
-
-#: On a request: the :class:`PendingCallbacks` of its delivery.
-PENDING = "idempotency_pending"
 
 
 def brings_callbacks(request: Context) -> bool:
@@ -115,13 +112,20 @@ class PendingCallbacks:
             )
 
 
+#: Those of the delivery that was settled last. Not on its request: the tracer reports errors also when it has put that
+#: away.
+current_pending: ContextVar[PendingCallbacks | None] = ContextVar(
+    "idempotency_pending", default=None
+)
+
+
 def expect_callbacks(
     task: AnyTask, state: State, identity: Identity, token: int | None, *, keep_ms: int
 ) -> None:
     """Remember that a record, kept for so long, is to be marked when Celery is done with this delivery."""
     request: Any = task.request
     left_ms = 0 if request.is_eager else keep_ms  # an eager call has no message
-    vars(request)[PENDING] = PendingCallbacks(
+    pending = PendingCallbacks(
         task=task,
         request=request,
         state=state,
@@ -130,12 +134,12 @@ def expect_callbacks(
         give_up=time.monotonic() + left_ms / 1000,
         chain=list(request.chain or ()),
     )
+    current_pending.set(pending)
 
 
 def mark_success(sender: AnyTask, **_: object) -> None:
     """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    if PENDING in vars(sender.request):
-        _mark_ended(sender, State.COMPLETED)
+    _mark_ended(sender, State.COMPLETED)
 
 
 def mark_failure(sender: AnyTask, **_: object) -> None:
@@ -144,19 +148,14 @@ def mark_failure(sender: AnyTask, **_: object) -> None:
     Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
     and stays undelivered.
     """
-    if PENDING in vars(sender.request):
-        _mark_ended(sender, State.FAILED)
+    _mark_ended(sender, State.FAILED)
 
 
 def _mark_ended(task: AnyTask, state: State) -> None:
-    pending: PendingCallbacks = vars(task.request)[PENDING]
-    if pending.state is state:
-        _forget(pending.request)
+    pending = current_pending.get()
+    if pending is not None and pending.task_id == task.request.id and pending.state is state:
+        current_pending.set(None)
         pending.mark()
-
-
-def _forget(request: object) -> None:
-    vars(request).pop(PENDING, None)
 
 
 def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
@@ -221,7 +220,7 @@ class BackendAfterSettle:
                 reason,
             )
             return False
-        _forget(request)
+        current_pending.set(None)
         logger.error(
             "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back",
             task.name,

@@ -299,9 +299,8 @@ def deliver(
     ``call_next``: a base before ours on the way to ``run``.
     """
     run = Delivery(task, definition, request, args, kwargs)
-    marks = vars(request)
-    marks[RUN] = run
-    marks.pop(callbacks.PENDING, None)
+    vars(request)[RUN] = run
+    callbacks.current_pending.set(None)
     if call_next is None:
         call_next = next_after_ours(run)
     if definition.policy.atomic:

@@ -147,10 +147,7 @@ class IdempotentTask(RecordMethods):
     @property
     def backend(self) -> Any:
         """The result backend, as with any task; between the settle and the end of the delivery, a view of it."""
-        backend = super().backend
-        requests: Any = self.request_stack  # None before the task is bound
-        request: Any = None if requests is None else requests.top
-        pending = None if request is None else vars(request).get(callbacks.PENDING)
+        backend, pending = super().backend, callbacks.current_pending.get()
         return backend if pending is None else callbacks.BackendAfterSettle(backend, pending)
 
     @backend.setter
