@@ -87,20 +87,6 @@ def test_a_verb_opens_no_pool(pooled):
         store.close()
 
 
-def test_a_fork_leaves_no_connection_of_the_store_to_the_child(use_database):
-    store = DjangoStore(use_database("postgresql"))
-    connections[store.alias].close()
-    others = _sessions(os.getpid())
-    assert store.get(KEY) is None
-    assert _sessions(os.getpid()) == others + 1
-    pid = os.fork()
-    if not pid:
-        os._exit(_sessions(os.getpid()))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) <= others
-    assert store.get(KEY) is None
-    store.close()
-
-
 @pytest.mark.worker
 @pytest.mark.rabbitmq
 def test_children_that_are_killed_leave_no_pool_to_those_that_are_forked_after_them(

@@ -404,14 +404,6 @@ class TestPublishOnce:
             lite.add("once", (1,), task_id="mine")
         assert ids(lite.app) == ["mine"]
 
-    def test_a_call_with_other_arguments_is_refused_by_the_worker(self, lite: Stage):
-        task: Any = lite.app.tasks["once"]
-        task.apply_async((1,), idempotency_key="k")
-        with lite.atomic():
-            staged = lite.add("once", (2,), idempotency_key="k")
-        assert ids(lite.app)[1:] == [staged]
-        assert lite.pending() == []
-
 
 class TestRefusals:
     def test_outside_of_a_transaction(self, lite: Stage):

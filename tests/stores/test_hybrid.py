@@ -656,14 +656,6 @@ class TestOpening:
         assert timeouts("hybrid+redis://h?truth=memory://") == (0.25, 0.25)
         assert timeouts("hybrid+redis://h?truth=memory://&socket_timeout=2") == (2.0, 0.25)
 
-    def test_its_keys_are_never_those_of_a_redis_store(self, open_store):
-        hybrid = open_store("hybrid+redis://h?prefix=shop&truth=memory://")
-        alone = open_store("redis://h?prefix=shop")
-        for bucket in (0, 17):
-            ours = hybrid.cache._keys
-            assert not ours.generation(bucket).startswith(alone.prefix.encode() + b":")
-        assert not ours.locate(KEY)[1].startswith(alone.prefix.encode() + b":")
-
     @pytest.mark.parametrize(
         "query",
         [
@@ -677,11 +669,6 @@ class TestOpening:
     def test_a_truth_that_cannot_be_one_is_refused(self, open_store, query):
         with pytest.raises(InvalidOption):
             open_store(f"hybrid+redis://localhost?{query}")
-
-    def test_a_prefix_that_cannot_be_used_is_refused(self):
-        for prefix in ("", "a{b"):
-            with pytest.raises(StoreMisconfigured):
-                RedisCache("redis://h", prefix=prefix)
 
     def test_a_store_that_does_not_say_for_how_long_it_keeps_a_record_is_no_truth(self, redis_url):
         with pytest.raises(InvalidOption, match="retained"):

@@ -63,11 +63,3 @@ def test_a_call_of_itself_with_its_own_key_is_a_conflict_at_once(app: Celery) ->
 
     with pytest.raises(InProgress, match=r"nested key a is held by"):
         nested.apply(("a",), throw=True)
-
-
-def test_headers_of_any_kind_pass_through(app: Celery) -> None:
-    @app.task(base=IdempotentTask, bind=True, shared=False)
-    def show(self: Any) -> Any:
-        return self.request.headers
-
-    assert show.apply(headers=123).get() == 123

@@ -274,14 +274,6 @@ class TestHeartbeat:
         wait_for(lambda: len(store.times("19")) >= 2, what="beats", interval=0.005)
         assert len(store.renewals) < 20
 
-    def test_each_store_is_asked_for_its_own(self, heartbeat):
-        stores = [Store(), Store()]
-        claims = [take(each, str(n)) for n, each in enumerate(stores)]
-        for claim in claims:
-            heartbeat.add(claim)
-        wait_for(lambda: all(each.renewals for each in stores), what="both to be asked")
-        assert [set(each.renewals[0][1]) for each in stores] == [{"0"}, {"1"}]
-
     def test_a_removed_claim_is_not_renewed(self, heartbeat, store):
         gone, kept = take(store, "gone"), take(store, "kept")
         heartbeat.add(gone)

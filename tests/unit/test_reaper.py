@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -84,22 +83,6 @@ class TestRegistration:
         assert second.conf.beat_schedule[SWEEP]["schedule"] == 5
         assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
 
-    def test_threads_that_define_at_once_bring_it_once(self):
-        app = make_app()
-        app.finalize()
-        start = threading.Barrier(8)
-
-        def run(n: int) -> None:
-            start.wait()
-            define(app, f"work{n}").idempotency_policy  # noqa: B018
-
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert list(app.conf.beat_schedule) == [SWEEP]
-
     def test_it_is_a_plain_task_also_where_all_tasks_are_idempotent(self):
         app = Celery(
             "all",
@@ -165,15 +148,6 @@ class TestSchedule:
         app.finalize()
         assert set(app.conf.beat_schedule) == {"other", SWEEP}
         assert set(mine) == {"other"}
-
-    def test_a_namespaced_schedule_is_kept(self):
-        app = make_app()
-        app.config_from_object(
-            {"CELERY_BEAT_SCHEDULE": {"other": {"task": "x", "schedule": 1}}}, namespace="CELERY"
-        )
-        define(app)
-        app.finalize()
-        assert set(app.conf.beat_schedule) == {"other", SWEEP}
 
     def test_none_switches_the_schedule_off_and_leaves_the_task(self):
         app = make_app(idempotency_sweep_interval=None)

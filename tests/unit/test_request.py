@@ -271,25 +271,6 @@ class TestLostChild:
         wait_for(lambda: not undertakers(), what="the undertaker to give up")
         assert "could not interrupt work key k, its lease will end it: away" in caplog.text
 
-    def test_a_store_that_comes_back_within_the_lease_is_told(
-        self, make, store, task, dead, monkeypatch
-    ):
-        get, times = store.get, []
-
-        def away(identity: Identity) -> Any:
-            times.append(identity)
-            if len(times) < 4:
-                raise StoreUnavailable("away")
-            return get(identity)
-
-        hold(store, task, dead)
-        monkeypatch.setattr(store, "get", away)
-        lost = make(dead)
-        lost.on_failure(einfo(WorkerLostError()))
-        assert lost.answers == ["reject"]
-        wait_for(lambda: not undertakers(), what="the undertaker to end")
-        assert get(identity()).state is State.INTERRUPTED
-
     def test_a_claim_that_comes_in_after_its_child_is_gone_is_interrupted(
         self, make, store, task, dead, monkeypatch
     ):

@@ -420,6 +420,26 @@ class TestObserving:
         with pytest.raises(ValueError, match="declined"):
             execute(body, mode="observe", lease_ms=1000)
 
+    def test_a_step_runs_each_time(self, execute):
+        ran = []
+
+        class Codec(TextCodec):
+            def dump_step(self, name: str, value: object) -> object:
+                return value
+
+            def load_value(self, stored: object) -> object:
+                return stored
+
+        def body(fails: bool) -> None:
+            current_claim().step("charge", lambda: ran.append(1))
+            if fails:
+                raise ValueError
+
+        with pytest.raises(ValueError):
+            execute(partial(body, True), mode="observe", codec=Codec())
+        execute(partial(body, False), mode="observe", codec=Codec())
+        assert len(ran) == 2
+
     @pytest.mark.parametrize("how", ["the store is away", "the claim is gone"])
     def test_a_run_goes_on_where_its_claim_cannot_be_renewed(self, execute, memory, store, how):
         def body() -> str:

@@ -267,6 +267,12 @@ def test_to_observe_changes_nothing_about_results(open_shop: Callable[..., Shop]
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
 
 
+def test_a_large_result_is_left_to_celery(shop: Shop):
+    task_id = shop.run("pay", "large")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+    assert shop.app.AsyncResult(task_id).result == "x" * 2_000_000
+
+
 def test_an_eager_call_stores_nothing(shop: Shop):
     task: Any = shop.app.tasks["pay"]
     result = task.apply()

@@ -28,6 +28,7 @@ from celery_idempotent import (
     InProgress,
     InvalidKey,
     InvalidOption,
+    KeyMissing,
     ProcessingTimedOut,
     ResultUnavailable,
     StoreUnavailable,
@@ -204,6 +205,8 @@ class TestStamp:
                 charge.apply_async((bad,))
             with pytest.raises(InvalidKey, match=r"shop\.charge"):
                 charge.apply_async(("o-1",), idempotency_key=bad)
+        with pytest.raises(KeyMissing, match=r"shop\.charge"):
+            charge.apply_async((None,))
         assert published == []
 
     def test_delay_does_not_take_our_options(self, charge):
@@ -1188,6 +1191,41 @@ class TestWholeApp:
         assert write_only.apply(["k"]).result == first.result
         record = write_only.idempotency_record("k")
         assert record.value.content_type == "application/json"
+
+
+class TestCallbacks:
+    @pytest.mark.parametrize("how", ["link", "chain", "link_error"])
+    def test_those_that_were_sent_are_not_sent_again_by_a_redelivery(
+        self, app, store, published, how
+    ):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_permanent_errors=(LookupError,),
+        )
+        def task(key: str) -> str:
+            if how == "link_error":
+                raise LookupError(key)
+            return "done"
+
+        @app.task(name="next", shared=False)
+        def following(key: str) -> None: ...
+
+        follow = following.si("after")
+        if how == "chain":
+            chain(task.s("k"), follow).apply_async()
+        else:
+            task.apply_async(("k",), **{how: follow})
+        message = published[-1]
+        deliver(app, message)
+        assert [(each.task, each.args) for each in published[1:]] == [("next", ("after",))]
+        assert record(store, "k", "t").delivered
+        state = app.AsyncResult(message.id).state
+        deliver(app, message, redelivered=True)
+        assert len(published) == 2
+        assert app.AsyncResult(message.id).state == state
 
 
 class TestReplace:
