@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+from celery.backends.base import BaseKeyValueStoreBackend
 from celery.canvas import maybe_signature
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.utils.functional import maybe_list
@@ -73,6 +74,24 @@ def brings_callbacks(request: Context) -> bool:
 def drop_callbacks(request: Context) -> None:
     """Let Celery send nothing for this request: all of it was sent before."""
     request.callbacks = request.errbacks = request.chain = request.chord = None
+
+
+def chord_is_claimed(task: AnyTask, request: Context) -> bool:
+    """Is there a process, living or dead, that claimed the chord of this part, to publish its body or to fail it?
+
+    Celery >= 5.7 lets no other process do so while that claim lasts (on Redis), and returns the part in vain::
+
+        process A   the last part ─ claims the chord ─ ✗ SIGKILL, or the backend does not answer
+        process B                               the same part ─ waits until the claim is over ─ claims the chord
+    """
+    backend: AnyBackend = task.backend
+    if not isinstance(backend, BaseKeyValueStoreBackend):
+        return False
+    try:
+        claim = backend.get(backend.get_key_for_group(str(request.group), ".c"))
+    except Exception:  # noqa: BLE001  it could not take the part, either
+        return True
+    return claim not in (None, b"done")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -71,9 +71,6 @@ _MARGIN_S, _MARGIN = 0.5, 0.1
 #: Words of a stamp that a publisher set in headers of its own.
 _OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
 
-#: For so long, at most, a chord is claimed by the process that is to publish its body (with defaults: 21 s).
-_CHORD_CLAIM_MS = 25_000
-
 #: How records name this process, once it has had a delivery.
 _worker: list[str] = []
 if hasattr(os, "register_at_fork"):
@@ -240,20 +237,12 @@ class Delivery(Run):
         return bool(unstored) and not self.has_callbacks
 
     def _expect_replayed(self, record: Record, age_ms: int) -> None:
-        """Have the record marked when Celery has sent the callbacks of this message.
-
-        A complete chord may have lost the process that was to publish its body. Celery >= 5.7 lets no other process do
-        so while the claim of the first lasts, and the part would be returned in vain::
-
-            process A   the last part ─ claims the chord ─ ✗ SIGKILL
-            process B                        the same part ─ not its claim ─ waits until the claim is over
-        """
+        """Have the record marked when Celery has sent the callbacks of this message."""
         request, own = self.request, record.task_id == self.request.id
         if not callbacks.brings_callbacks(request) or (own and record.delivered):
             return
-        left_ms = _CHORD_CLAIM_MS - age_ms
-        if own and request.chord and left_ms > 0 and not request.is_eager:
-            republish.after_chord_claim(self, left_ms)
+        if request.chord and not request.is_eager and callbacks.chord_is_claimed(self.task, request):
+            republish.after_chord_claim(self)
         # A duplicate under another task id did not settle the record.
         self._expect_callbacks(record.state, record.token if own else None, age_ms=age_ms)
 

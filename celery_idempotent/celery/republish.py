@@ -141,10 +141,10 @@ def after_store_failure(run: RepublishedRun, error: Exception, *, begun: bool) -
     raise Ignore(str(error))
 
 
-def after_chord_claim(run: RepublishedRun, left_ms: int) -> NoReturn:
-    """The chord of a finished task may be claimed by a lost process: republish the message until that claim ends."""
+def after_chord_claim(run: RepublishedRun) -> NoReturn:
+    """The chord of a finished task is claimed, by a lost process maybe: republish the message until that claim ends."""
     task, request = run.task, run.request
-    _count, delay, again = _again(task, request, UNDELIVERED, left_ms / 1000, {"expires": None})
+    _count, delay, again = _again(task, request, UNDELIVERED, None, {"expires": None})
     logger.info(
         "idempotency: %s[%s] is done, and returns its part of a chord again in %.1f s",
         task.name,
@@ -152,7 +152,7 @@ def after_chord_claim(run: RepublishedRun, left_ms: int) -> NoReturn:
         delay,
     )
     _publish_again(run, again, delay)
-    raise Ignore(f"the chord of {task.name} may be claimed by a lost process")
+    raise Ignore(f"the chord of {task.name} is claimed")
 
 
 def come_back(task: AnyTask, request: Any, chain: Sequence[object]) -> bool:

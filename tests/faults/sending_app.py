@@ -135,7 +135,7 @@ def _watch(app: Celery) -> None:
     worker_ready.connect(hurry, weak=False)
     task_prerun.connect(_turn_to, weak=False)
     signals.settled.connect(lambda **_: crash("settled"), weak=False)
-    before_task_publish.connect(lambda **_: crash("sending"), weak=False)
+    before_task_publish.connect(_sending, weak=False)
     after_task_publish.connect(lambda **_: crash("sent"), weak=False)
     task_success.connect(lambda **_: crash("marked"), weak=False)
     task_failure.connect(_failed, weak=False)
@@ -158,6 +158,11 @@ def label_of(args: Any, kwargs: Any) -> str:
 def _turn_to(args: Any, **_: Any) -> None:
     global _label
     _label = label_of(args, {})
+
+
+def _sending(headers: Any, **_: Any) -> None:
+    if not headers["eta"]:  # else it is a message that comes back
+        crash("sending")
 
 
 def _failed(sender: Any, task_id: str, **_: Any) -> None:

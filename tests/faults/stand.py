@@ -176,8 +176,9 @@ class Stand:
         assert self.effects(key) == wanted
 
     def record(self, result: AsyncResult[Any]) -> Record:
-        """Return the record of a step that ran, late or early."""
-        record = self.find("step", result) or self.find("step_early", result)
+        """Return the record of a step that ran, late or early, or of one that fails for good."""
+        found = (self.find(name, result) for name in ("step", "step_early", "refuse"))
+        record = next(filter(None, found), None)
         assert record is not None, f"no record of {result.id}"
         return record
 

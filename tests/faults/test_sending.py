@@ -14,6 +14,7 @@ import pytest
 from celery import chain, chord
 from celery.exceptions import ChordError
 from celery.result import AsyncResult
+from kombu.exceptions import OperationalError
 
 from celery_idempotent import State
 from tests.faults.sending_app import POINTS
@@ -88,16 +89,24 @@ class Canvases:
         return Sent(result, f"{key}/a", f"{key}/b", result, "FAILURE")
 
     def body(self) -> Sent:
-        key, first = self._first("step")
+        return self._chord("step", "c", "SUCCESS")
+
+    def errback_of_a_body(self) -> Sent:
+        return self._chord("refuse", "d", "FAILURE")
+
+    def _chord(self, last_part: str, follower: str, state: str) -> Sent:
+        key, first = self._first(last_part)
         self.stand.close_gate(f"{key}/a")
         other = self.stand.step(f"{key}/b", name=f"step{self.suffix}")
         body = self.stand.step(f"{key}/c", **self.options)
+        if follower == "d":
+            body.link_error(self.stand.mourn(f"{key}/d", **self.options))
         result = chord([first, other], body, app=self.stand.app).apply_async()
         last, before = self.stand.parent(result).results
         wait_for(lambda: before.state == "SUCCESS", PATIENCE, "the other part")
         if not self.gated:
             self.stand.open_gate(f"{key}/a")
-        return Sent(result, f"{key}/a", f"{key}/c", last, others=(f"{key}/b",))
+        return Sent(result, f"{key}/a", f"{key}/{follower}", last, state, (f"{key}/b",))
 
     def replacement(self) -> Sent:
         key, _ = self._first("swap")
@@ -156,13 +165,19 @@ def test_what_was_sent_beside_what_was_refused_is_sent_again_and_takes_effect_on
     stand.takes_effect(*(f"{key}/{each}" for each in "abcd"))
 
 
-def test_a_body_that_the_broker_refuses_is_the_end_of_its_chord(stand):
+@pytest.mark.parametrize(
+    ("shape", "error"), [("body", ChordError), ("errback_of_a_body", OperationalError)]
+)
+def test_a_body_that_the_broker_refuses_is_the_end_of_its_chord(stand, shape, error):
+    """So is an errback of the body: Celery notes its own error, and sends no more."""
     with stand.refused() as queue:
-        each = Canvases(stand, queue=queue).body()
-        with pytest.raises(ChordError):
-            each.result.get(timeout=PATIENCE)
+        each = getattr(Canvases(stand, queue=queue), shape)()
+        wait_for(each.result.ready, PATIENCE, "the end of the chord")
+        assert isinstance(each.result.result, error)
     ends(stand, each)
-    assert stand.effects(each.first) == {each.first: 1}
+    wait_for(lambda: not stand.waiting(), PATIENCE, "the end of the last part")
+    assert stand.record(each.sender).delivered
+    assert stand.effects(each.first.split("/")[0]).keys() == {each.first, *each.others}
 
 
 def test_a_replacement_that_the_broker_refuses_fails_its_task_and_frees_its_key(stand):
@@ -270,7 +285,7 @@ def test_a_follower_whose_publishing_the_broker_did_not_answer_takes_effect_once
 def test_what_a_process_that_dies_has_not_sent_is_sent_by_the_next(stand, point):
     canvases = Canvases(stand, gated=True)
     # Only a part of a chord is more than a result.
-    sent = {"body": canvases.body()}
+    sent = {"body": canvases.body(), "errback of a body": canvases.errback_of_a_body()}
     if point != "stored":
         sent |= canvases.all()
     for each in sent.values():
@@ -283,6 +298,19 @@ def test_what_a_process_that_dies_has_not_sent_is_sent_by_the_next(stand, point)
             lambda each=each: stand.crashed(point, each.first), PATIENCE, f"the crash of {name}"
         )
         ends(stand, each)
+
+
+@pytest.mark.parametrize("shape", ["body", "errback_of_a_body"])
+def test_a_chord_ends_although_two_processes_die_with_its_last_part(stand, shape):
+    """The second one may hold the claim of the chord when the message comes back again, as the first one did."""
+    each = getattr(Canvases(stand, gated=True), shape)()
+    stand.crash("sending", each.first)
+    stand.open_gate(each.first)
+    wait_for(lambda: stand.crashed("sending", each.first), PATIENCE, "the first crash")
+    stand.crash("sending", each.first)
+    stand.takes_effect(*each.labels())
+    ends(stand, each)
+    assert stand.ledger.count("crash", f"sending {each.first}") == 2
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,8 @@ def _ended_by_refusal(result: object) -> bool:
     """Did Celery end this canvas because the broker refused a replacement, or the body of a chord or its errback?"""
     while isinstance(result, AsyncResult):
         error = result.result if result.state == "FAILURE" else None
-        if isinstance(error, (ChordError, OperationalError)) and "Refused(" not in str(error):
-            return True
+        broken = isinstance(error, AttributeError) and "'NoneType'" in str(error)  # kombu's
+        if broken or isinstance(error, (ChordError, OperationalError)):
+            return "Refused(" not in str(error)
         result = result.parent
     return False
