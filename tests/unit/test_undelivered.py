@@ -1,4 +1,4 @@
-"""Which errors of sending are worth another try."""
+"""Which errors of sending are worth another try, and when a part of a chord may be returned again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import MessageNacked, NotFound
+from celery import Celery
+from celery.app.task import Context
 from kombu.exceptions import EncodeError, OperationalError
 
-from celery_idempotent import InvalidKey, StoreUnavailable
-from celery_idempotent.celery.callbacks import is_transient
+from celery_idempotent import IdempotentTask, InvalidKey, StoreUnavailable
+from celery_idempotent.celery.callbacks import chord_is_claimed, is_transient
 
 
 def raised(error: Exception, module: str = "tests") -> Exception:
@@ -49,3 +51,35 @@ def test_errors_of_a_client_whose_connection_breaks_are_transient(module):
     error = raised(AttributeError("'NoneType' object has no attribute 'client'"), module)
     assert is_transient(error)
     assert not is_transient(raised(EncodeError("x"), module))
+
+
+def part(**options: Any) -> Any:
+    """Return a task."""
+    app = Celery("chords", set_as_current=False, **options)
+    app.conf.idempotency_store = "memory://"
+
+    @app.task(base=IdempotentTask, shared=False)
+    def run() -> None: ...
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("claim", "claimed"), [(None, False), (b"a process", True), (b"done", False)]
+)
+def test_a_chord_is_claimed_until_it_is_done(claim, claimed):
+    """Set by hand here; Celery's own claim, on Redis: ``tests/faults/test_sending.py``."""
+    task, group = part(backend="cache+memory://"), f"claimed: {claim}"
+    if claim:
+        task.backend.set(task.backend.get_key_for_group(group, ".c"), claim)
+    assert chord_is_claimed(task, Context(group=group)) is claimed
+
+
+def test_a_chord_whose_backend_does_not_answer_may_be_claimed(monkeypatch):
+    task = part(backend="cache+memory://")
+    monkeypatch.setattr(task.backend, "get", lambda _key: 1 / 0)
+    assert chord_is_claimed(task, Context(group="g"))
+
+
+def test_no_chord_is_claimed_without_a_result_backend():
+    assert not chord_is_claimed(part(), Context(group="g"))
