@@ -241,7 +241,11 @@ class Delivery(Run):
         request, own = self.request, record.task_id == self.request.id
         if not callbacks.brings_callbacks(request) or (own and record.delivered):
             return
-        if request.chord and not request.is_eager and callbacks.chord_is_claimed(self.task, request):
+        if (
+            request.chord
+            and not request.is_eager
+            and callbacks.chord_is_claimed(self.task, request)
+        ):
             republish.after_chord_claim(self)
         # A duplicate under another task id did not settle the record.
         self._expect_callbacks(record.state, record.token if own else None, age_ms=age_ms)
