@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import redis
 from celery import chain, chord, group
 from celery.exceptions import ChordError
 from celery.result import AsyncResult
@@ -254,7 +255,8 @@ def _ended_by_refusal(result: object) -> bool:
     while isinstance(result, AsyncResult):
         error = result.result if result.state == "FAILURE" else None
         broken = isinstance(error, AttributeError) and "'NoneType'" in str(error)  # kombu's
-        if broken or isinstance(error, (ChordError, OperationalError)):
+        # The last one where the results were away, too.
+        if broken or isinstance(error, (ChordError, OperationalError, redis.ConnectionError)):
             return "Refused(" not in str(error)
         result = result.parent
     return False
