@@ -22,7 +22,7 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.identity.arguments import ALL_ARGUMENTS
+from celery_idempotent.keys.arguments import ALL_ARGUMENTS
 from celery_idempotent.protocol.claim import Claim, current_claim
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, get_store

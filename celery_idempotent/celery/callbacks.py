@@ -39,9 +39,9 @@ from celery.utils.functional import maybe_list
 from kombu.exceptions import SerializationError, SerializerNotInstalled
 
 from celery_idempotent.celery import republish
+from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
 from celery_idempotent.celery.typed import AnyTask, Sig
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
-from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import get_store
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from celery.canvas import Signature, maybe_signature
 
 from celery_idempotent.celery.registry import has_active_tasks, is_other_task
-from celery_idempotent.identity import stamp
-from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.identity.trees import AnySignature, with_last_task
+from celery_idempotent.celery.trees import AnySignature, with_last_task
+from celery_idempotent.keys import stamp
+from celery_idempotent.keys.stamp import as_mapping
 
 if TYPE_CHECKING:
     from celery import Celery

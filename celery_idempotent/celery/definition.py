@@ -28,8 +28,8 @@ from celery_idempotent.errors import (
     InvalidOption,
 )
 from celery_idempotent.events import Reporter
-from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.keys import Identifier
+from celery_idempotent.keys.identified import Identified
+from celery_idempotent.keys.rules import Identifier
 from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.policy import (
     Policy,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from typing_extensions import Unpack
 
-    from celery_idempotent.identity.keys import About
+    from celery_idempotent.keys.rules import About
 
 logger = logging.getLogger(__name__)
 

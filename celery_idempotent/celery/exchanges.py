@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kombu import Exchange, Queue
 
 from celery_idempotent.celery.typed import Options
-from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.keys.stamp import as_mapping
 
 if TYPE_CHECKING:
     from celery import Celery

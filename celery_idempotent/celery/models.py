@@ -19,9 +19,9 @@ from typing import Any
 import celery.app.base
 from celery import Celery
 
+from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
 from celery_idempotent.celery.typed import AnyTask
-from celery_idempotent.identity.keys import Validate
-from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
+from celery_idempotent.keys.rules import Validate
 
 
 def validation_of(task: type[AnyTask]) -> Validate | None:

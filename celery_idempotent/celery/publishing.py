@@ -1,6 +1,6 @@
 """Publishing one call: identify it, stamp its headers, reserve its key if the task wants that, send it.
 
-The stamp is this library's header with the key (:mod:`~celery_idempotent.identity.stamp`). Celery calls the headers of
+The stamp is this library's header with the key (:mod:`~celery_idempotent.keys.stamp`). Celery calls the headers of
 a canvas stamps, too: here those are Celery's stamps. ::
 
     apply_async ─ identify ─ stamp ─┬─ send
@@ -26,9 +26,9 @@ from celery_idempotent.celery.definition import DefinedTask, Definition
 from celery_idempotent.celery.reserving import SendCall, lost_after_ms, reserve_and_send
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch
-from celery_idempotent.identity import stamp
-from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.keys import stamp
+from celery_idempotent.keys.identified import Identified
+from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.run import Run, give_back, run_in_progress
 
 if TYPE_CHECKING:

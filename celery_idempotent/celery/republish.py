@@ -17,7 +17,7 @@ from celery_idempotent import backoff
 from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
-from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
+from celery_idempotent.keys.stamp import as_mapping, read_stamp, with_stamp
 from celery_idempotent.records import Record
 
 if TYPE_CHECKING:

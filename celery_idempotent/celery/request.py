@@ -27,7 +27,7 @@ from celery_idempotent.celery.callbacks import brings_callbacks, outcome_of
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.events import Line, Reporter, counters, worker_name
-from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import Store, get_store
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.identity.keys import canonical, task_id_key
+from celery_idempotent.keys.rules import canonical, task_id_key
 from celery_idempotent.records import Identity, Page, Record, Selection, State
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 
 PREFIX: Final = "idempotency_"
 
-#: Options that say what a call is about; :class:`~celery_idempotent.identity.identifier.Identifier` reads them.
+#: Options that say what a call is about; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
 KEY_OPTIONS: Final = (
     "key",
     "scope",

@@ -11,7 +11,7 @@ from django.test import Client
 from celery_idempotent.django.http.guards import _ResponseCodec
 from celery_idempotent.django.http.options import http_options
 from celery_idempotent.errors import FailedByOperator
-from celery_idempotent.identity.keys import canonical
+from celery_idempotent.keys.rules import canonical
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store
 from tests.admin.pages import address, text

@@ -23,7 +23,7 @@ from celery_idempotent.django.http.messages import pack_response, read_response
 from celery_idempotent.django.http.options import http_options
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
-from celery_idempotent.identity.fingerprints import MAX_DEPTH
+from celery_idempotent.keys.fingerprints import MAX_DEPTH
 from celery_idempotent.records import Stored
 from tests.sql.databases import ready
 

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from celery_idempotent import Record, get_store
-from celery_idempotent.identity.keys import canonical
+from celery_idempotent.keys.rules import canonical
 from celery_idempotent.records import Identity
 from tests.policies import app as app_module
 from tests.support import sites

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery, Task
 
 from celery_idempotent import IdempotentTask, InvalidOption, get_store
-from celery_idempotent.identity.stamp import STAMP_HEADER
+from celery_idempotent.keys.stamp import STAMP_HEADER
 from celery_idempotent.stores.memory import MemoryStore
 
 

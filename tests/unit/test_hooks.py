@@ -15,7 +15,7 @@ from celery.canvas import Signature
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.identity.stamp import RUN, read_stamp
+from celery_idempotent.keys.stamp import RUN, read_stamp
 from tests.support.workers import child_environment
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from celery_idempotent import Record, get_store
-from celery_idempotent.identity.keys import task_id_key
+from celery_idempotent.keys.rules import task_id_key
 from celery_idempotent.records import Identity
 from tests.support import sites
 from tests.support.ledger import Ledger

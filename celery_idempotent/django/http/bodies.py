@@ -32,7 +32,7 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.identity.fingerprints import (
+from celery_idempotent.keys.fingerprints import (
     NoFormError,
     Written,
     fingerprint_of,

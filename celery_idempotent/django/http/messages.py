@@ -20,7 +20,7 @@ from django.http import HttpResponse, HttpResponseBase
 
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.errors import ResultUnavailable
-from celery_idempotent.identity.arguments import type_name
+from celery_idempotent.keys.arguments import type_name
 from celery_idempotent.records import Stored
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from kombu.utils.json import JSONEncoder
 
-from celery_idempotent.identity.arguments import type_name
+from celery_idempotent.keys.arguments import type_name
 from celery_idempotent.records import FINGERPRINT_BYTES
 
 #: An argument that is nested deeper has no form: forms are written by recursion, below the frames of the caller.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from celery_idempotent.identity.stamp import STAMP_HEADER, as_mapping, stamp_of
+from celery_idempotent.keys.stamp import STAMP_HEADER, as_mapping, stamp_of
 
 Place = tuple[int | str, ...]
 #: A signature: ``dict``, what JSON made of one, or one of Celery's classes.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from celery_idempotent.identity.identified import MAPPINGS, Identified
+from celery_idempotent.keys.identified import MAPPINGS, Identified
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"

@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
-from celery_idempotent.identity import arguments
-from celery_idempotent.identity.fingerprints import (
+from celery_idempotent.keys import arguments
+from celery_idempotent.keys.fingerprints import (
     NoFormError,
     default_form,
     fingerprint_of,
     form,
 )
-from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
+from celery_idempotent.keys.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
