@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
-    from celery_idempotent.stores.redis.facts import ServerFacts
+    from celery_idempotent.stores.base import ServerFacts
 
 __all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store"]
 
@@ -311,8 +311,9 @@ def _unbounded_waits(store: Store) -> Iterator[Finding]:
 def _ask(store: Store) -> list[Finding]:
     """Ask the store for a record, which needs no more rights than a worker has, and the servers about themselves."""
     try:
-        store.get(_UNUSED)
         missing = store.missing_rights()
+        if not missing:
+            store.get(_UNUSED)
     except StoreUnavailable as error:
         return [
             Finding(

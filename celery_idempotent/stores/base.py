@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.records import (
@@ -33,15 +35,31 @@ if TYPE_CHECKING:
     from celery import Celery
     from redis import ConnectionPool
 
-    from celery_idempotent.stores.redis.facts import ServerFacts
-
-__all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "Store", "Transaction"]
+__all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "ServerFacts", "Store", "Transaction"]
 
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
 ATTEMPT_BYTES = 8
 
 #: For how many hours a store has its counters.
 COUNTED_HOURS = 30 * 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """One server of a store, and how it is set up.
+
+    ``persistent`` is ``None`` where the server does not say whether it saves snapshots.
+    """
+
+    kind: str
+    version: str
+    eviction: str
+    persistent: bool | None
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers, for comparing."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
 
 
 class Store(ABC):

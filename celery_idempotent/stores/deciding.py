@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from celery_idempotent.records import (
     Answer,
@@ -47,7 +47,18 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.table import TABLE, Rule, Verb
 
-__all__ = ["Asked", "DecidingStore", "Done", "Look", "StoredRecord", "asked_by", "decide", "report"]
+__all__ = [
+    "Asked",
+    "DecidingStore",
+    "Done",
+    "Look",
+    "StoredRecord",
+    "Taken",
+    "asked_by",
+    "brought",
+    "decide",
+    "report",
+]
 
 T = TypeVar("T")
 
@@ -259,6 +270,10 @@ class Done(NamedTuple):
     record: Record | None = None
 
 
+#: The record of a key that was claimed or reserved, or why it cannot be had.
+Taken: TypeAlias = Record | Held | Settled | Mismatched
+
+
 class DecidingStore(Store):
     """A store that decides in Python."""
 
@@ -275,24 +290,27 @@ class DecidingStore(Store):
         """Take the key if nobody holds it."""
         asked = asked_by(request)
         self._check(asked)
-        answer = self._at(request.identity, lambda look: self._take("claim", look, asked))
+        answer = self._take_key("claim", request.identity, asked)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published."""
         asked = Asked(
-            fields={**_brought(request), "reserved": True},
+            fields={**brought(request), "reserved": True},
             # Tells who reserves also where the record has another's task id.
             attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
             delay_ms=request.deadline_ms,
             keep_ms=request.keep_ms,
         )
         self._check(asked)
-        answer = self._at(request.identity, lambda look: self._take("reserve", look, asked))
+        answer = self._take_key("reserve", request.identity, asked)
         return Reserved(answer) if isinstance(answer, Record) else answer
 
-    def _take(self, verb: Verb, look: Look, asked: Asked) -> Record | Held | Settled | Mismatched:
+    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key; return its record then, or why it cannot be had."""
+        return self._at(identity, lambda look: self._take(verb, look, asked))
+
+    def _take(self, verb: Verb, look: Look, asked: Asked) -> Taken:
         now_ms = look.now_us // 1000
         move = decide(verb, look.stored, asked, now_ms)
         old = None if look.stored is None else look.stored.record
@@ -336,16 +354,8 @@ class DecidingStore(Store):
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, unless the key has another token by now."""
-        asked = Asked(
-            fields=_brought(request),
-            attempt=b"",
-            token=request.record.token,
-            keep_ms=max(request.keep_ms, 1),
-            state=None if request.restore else request.record.state,
-            restore=request.restore,
-            claim=request.record,
-        )
-        return self._ask("settle", request.record.identity, asked).answer == "settled"
+        identity = request.record.identity
+        return self._ask("settle", identity, asked_to_settle(request)).answer == "settled"
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
@@ -414,10 +424,23 @@ class DecidingStore(Store):
 def asked_by(request: ClaimRequest) -> Asked:
     """Return what a claim asks for."""
     return Asked(
-        fields=_brought(request),
+        fields=brought(request),
         attempt=request.attempt,
         delay_ms=request.lease_ms,
         keep_ms=request.keep_ms,
+    )
+
+
+def asked_to_settle(request: SettleRequest) -> Asked:
+    """Return what a settle asks for."""
+    return Asked(
+        fields=brought(request),
+        attempt=b"",
+        token=request.record.token,
+        keep_ms=max(request.keep_ms, 1),
+        state=None if request.restore else request.record.state,
+        restore=request.restore,
+        claim=request.record,
     )
 
 
@@ -431,12 +454,16 @@ def _shared(request: type[ClaimRequest | ReserveRequest | SettleRequest]) -> tup
     return tuple(field.name for field in fields(request) if field.name in of_record)
 
 
-_SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
+_SHARED = {
+    request: (_shared(request), attrgetter(*_shared(request)))
+    for request in (ClaimRequest, ReserveRequest, SettleRequest)
+}
 
 
-def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
+def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
     """Return the fields that a request brings for the record."""
-    return {name: getattr(request, name) for name in _SHARED[type(request)]}
+    names, read = _SHARED[type(request)]
+    return dict(zip(names, read(request), strict=True))
 
 
 def report(swept: Sequence[Record], *, more: bool) -> SweepReport:

@@ -133,7 +133,9 @@ class TestFurtherRights:
             url = f"redis+cluster://idem:password@{hosts}"
             refused(lambda: use(open_store(url)))
             for node in nodes:
-                node.client.execute_command("ACL", "SETUSER", "idem", "+cluster|slots", "+asking")
+                node.client.execute_command(
+                    *("ACL", "SETUSER", "idem", "+command", "+cluster|slots", "+asking")
+                )
             use(open_store(url))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_idempotent.records import State
-from celery_idempotent.stores.redis.scripts import script
+from celery_idempotent.stores.redis.servers import SCRIPTS
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy
@@ -205,12 +204,18 @@ def digests(private_redis: EmbeddedRedis) -> dict[str, bytes]:
     """By verb, the bytes that its requests contain; the server knows every script."""
     import redis
 
-    scripts = Path(script.__wrapped__.__code__.co_filename).parent / "lua"
     client = redis.Redis.from_url(private_redis.url())
-    found = {}
-    for path in scripts.glob("*.lua"):
-        each = script(path.stem)
-        assert client.script_load(each.source) == each.digest.decode()
-        found[path.stem] = each.digest
+    for script in SCRIPTS.values():
+        assert client.script_load(script.source) == script.digest.decode()
     client.close()
-    return found
+    found = {name: script.digest for name, script in SCRIPTS.items()}
+
+    def with_words(count: int, name: str) -> bytes:
+        return b"*%d\r\n$7\r\nEVALSHA\r\n$40\r\n%b" % (count, found[name])
+
+    # A look is the script of a claim without arguments, a release that of a settle.
+    return found | {
+        "claim": with_words(10, "claim"),
+        "settle": found["end"],
+        "release": with_words(6, "end"),
+    }

@@ -20,8 +20,7 @@ from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from celery_idempotent.django.http.status import respond
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.stores import open_store
-from celery_idempotent.stores.redis.channel import Link
-from celery_idempotent.stores.redis.scripts import Command
+from celery_idempotent.stores.redis.servers import Command, Link
 from tests.http.sites import new_key
 from tests.sql import databases
 from tests.stores.hybrids import CountingLink

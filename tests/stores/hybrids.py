@@ -7,19 +7,9 @@ from typing import Any
 
 from redis import exceptions
 
-from celery_idempotent.records import Identity, Retained
-from celery_idempotent.stores.redis.channel import Link, exchange
-from celery_idempotent.stores.redis.packed import unpack_record
-from celery_idempotent.stores.redis.scripts import Command
-from celery_idempotent.stores.redis.store import RedisStore
+from celery_idempotent.stores.redis.servers import Command, Link
 
 HISTORY = b"local info = redis.call('INFO', 'replication')"
-
-_RETAINED = b"""
-local time = redis.call('TIME')
-return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1]),
-        time[1] * 1000 + math.floor(time[2] / 1000)}
-"""
 
 
 def public(store: Any) -> list[str]:
@@ -27,21 +17,6 @@ def public(store: Any) -> list[str]:
     return [
         name for name in dir(store) if not name.startswith("_") and callable(getattr(store, name))
     ]
-
-
-class RedisTruth(RedisStore):
-    """A Redis that is the truth."""
-
-    supports_cache = True
-
-    def retained(self, identity: Identity) -> Retained | None:
-        bucket, name = self._keys.locate(identity)
-        command = Command(bucket, (b"EVAL", _RETAINED, b"1", name))
-        ((packed, left_ms, now_ms),) = exchange(self._link, (command,))
-        record = None if packed is None else unpack_record(identity, packed)
-        if record is None or not record.state.settled:
-            return None
-        return Retained(record, age_ms=max(now_ms - record.updated_ms, 0), left_ms=left_ms)
 
 
 class Counted:
@@ -77,7 +52,7 @@ class CountingLink:
         self.trips += 1
         return self._link.exchange(commands)
 
-    def nodes(self) -> list[int]:
+    def nodes(self) -> Sequence[Any]:
         return self._link.nodes()
 
     def close(self) -> None:
@@ -110,7 +85,7 @@ class BadLink:
         for commands in late:
             self._link.exchange([command.with_source() for command in commands])
 
-    def nodes(self) -> list[int]:
+    def nodes(self) -> Sequence[Any]:
         return self._link.nodes()
 
     def close(self) -> None:
@@ -128,7 +103,7 @@ class DatedLink:
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
         return self._link.exchange([self._dated(command) for command in commands])
 
-    def nodes(self) -> list[int]:
+    def nodes(self) -> Sequence[Any]:
         return self._link.nodes()
 
     def close(self) -> None:

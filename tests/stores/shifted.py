@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import redis
 
-from celery_idempotent.stores.redis.channel import Link
-from celery_idempotent.stores.redis.scripts import Command, Script
+from celery_idempotent.stores.redis.servers import Command, Link, Script
 from celery_idempotent.stores.redis.store import RedisStore
 
 TIME = b"local time = redis.call('TIME')"
@@ -33,7 +31,7 @@ class ShiftedLink:
                 answers[n] = [b"%d" % seconds, b"%d" % micros]
         return answers
 
-    def nodes(self) -> list[int]:
+    def nodes(self) -> Sequence[Any]:
         return self._link.nodes()
 
     def close(self) -> None:
@@ -47,14 +45,10 @@ class ShiftedLink:
         assert source is not None
         moved = source.replace(TIME, TIME + b" time[2] = time[2] + %d" % self.offset_us)
         assert moved != source or b"'TIME'" not in source
-        script = Script(moved, moved_digest(moved))
+        script = Script.of(moved)
         if kind == b"EVAL":
             return command._replace(words=(b"EVAL", moved, *command.words[2:]))
         return command._replace(words=(kind, script.digest, *command.words[2:]), source=moved)
-
-
-def moved_digest(source: bytes) -> bytes:
-    return hashlib.sha1(source).hexdigest().encode()
 
 
 class Shift:
@@ -101,7 +95,7 @@ class FixedLink:
                 answers[n] = self._time()
         return answers
 
-    def nodes(self) -> list[int]:
+    def nodes(self) -> Sequence[Any]:
         return self._link.nodes()
 
     def close(self) -> None:

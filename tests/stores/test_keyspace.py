@@ -33,7 +33,7 @@ def test_a_name_leads_back_to_its_identity(identity, prefix):
 def test_all_that_a_script_touches_lies_in_one_slot(identity):
     bucket, name = keyspace.locate(identity)
     companions = {
-        *keyspace.indexes(bucket),
+        *keyspace.of_record(identity)[1:],
         keyspace.generation(bucket),
         b"%d" % bucket,
     }
@@ -47,12 +47,13 @@ def test_names_are_fixed_for_ever():
     assert keyspace.locate(identity) == (891, b"idem:{891}:payments.charge:acct_1:order-17")
     odd = Identity(namespace="a:b", scope="100%", key="x:y%z")
     assert keyspace.locate(odd)[1].partition(b"}")[2] == b":a%3Ab:100%25:x:y%z"
-    leases, failures, _, token = keyspace.indexes(7)
-    assert (leases, failures, token) == (
-        b"idem:{7}!leases",
-        b"idem:{7}!failures",
-        b"idem:{7}!token",
+    assert keyspace.of_record(identity) == (
+        keyspace.locate(identity)[1],
+        b"idem:{891}!leases",
+        b"idem:{891}!failures",
+        b"idem:{891}!interrupted",
     )
+    assert keyspace.leases(891) == b"idem:{891}!leases"
 
 
 @pytest.mark.parametrize("prefix", ["", "{", "a}b", "{x}"])

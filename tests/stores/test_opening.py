@@ -41,7 +41,8 @@ def new_app(**settings) -> Celery:
 
 def connection(store):
     """Return a connection of the store, not connected."""
-    return store._link._channel._connect()
+    pool = store._link._pool
+    return pool.connection_class(**pool.connection_kwargs)
 
 
 class TestURLs:
@@ -232,15 +233,14 @@ class TestApps:
             result_backend_transport_options={"master_name": "main"},
             redis_backend_use_ssl={"ssl_cert_reqs": ssl.CERT_NONE},
         )
-        link = get_store(app)._link
-        to_master, sentinels = link._channel._connect.__closure__
-        found = [cell.cell_contents for cell in (to_master, sentinels)]
-        watchers = next(each for each in found if hasattr(each, "master"))
-        masters = next(each for each in found if not hasattr(each, "master"))
-        for made in (watchers._connect(("h", 1)), masters(("h", 1))):
+        pool = get_store(app)._link._pool
+        (sentinel,) = pool.sentinel_manager.sentinels
+        master = pool.connection_class(**pool.connection_kwargs)
+        kwargs = sentinel.connection_pool.connection_kwargs
+        for made in (master, sentinel.connection_pool.connection_class(**kwargs)):
             assert isinstance(made, redis.SSLConnection)
             assert made.cert_reqs == ssl.CERT_NONE
-        assert (masters(("h", 1)).password, masters(("h", 1)).db) == ("pw", 2)
+        assert (master.password, master.db) == ("pw", 2)
 
     @pytest.mark.parametrize("kind", ["result_backend", "broker"])
     def test_the_apps_key_prefix_starts_our_keys(self, kind):

@@ -85,13 +85,6 @@ class TestRedis(RedisContract):
         claim = ClaimRequest(identity=KEY, attempt=b"attempt1", **asked)
         assert store.claim(claim).record.token > first.token
 
-    def test_crashes_stay_at_255(self, store):
-        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
-        for _ in range(257):
-            record = store.claim(ClaimRequest(identity=KEY, **asked)).record
-            interrupted = store.interrupt(KEY, token=record.token)
-        assert interrupted.crashes == 255
-
     def test_a_prune_leaves_the_index_of_what_is_kept(self, store):
         asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
         record = store.claim(ClaimRequest(identity=KEY, **asked)).record

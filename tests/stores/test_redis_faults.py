@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.redis.scripts import script
+from celery_idempotent.stores.redis.servers import SCRIPTS
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.support.tiers import examples
 
@@ -69,9 +68,8 @@ def store(private_redis):
 @pytest.fixture
 def proxied(redis_proxy, direct):
     """A store behind a proxy that can break its connections; the server knows the scripts."""
-    for file in (files("celery_idempotent.stores.redis") / "lua").iterdir():
-        if file.name != "live.lua":
-            direct.script_load(script(file.name.removesuffix(".lua")).source)
+    for script in SCRIPTS.values():
+        direct.script_load(script.source)
     store = RedisStore(redis_proxy.url() + "?socket_timeout=2")
     yield store
     store.close()
@@ -245,7 +243,8 @@ class TestConnections:
     def test_the_timeouts_have_defaults_and_the_url_wins(self):
         def timeouts(url):
             store: Any = RedisStore(url)
-            connection = store._link._channel._connect()
+            pool = store._link._pool
+            connection = pool.connection_class(**pool.connection_kwargs)
             return connection.socket_timeout, connection.socket_connect_timeout
 
         assert timeouts("redis://localhost") == (5, 2)
@@ -309,7 +308,7 @@ class TestForks:
         for pid in children:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert complete(store, record)
-        assert store._link._channel._idle
+        assert store._link._idle
 
 
 class Interrupted(BaseException):

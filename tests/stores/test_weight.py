@@ -92,42 +92,42 @@ COMMANDS: dict[str, tuple[Callable[[Verbs, str], Any], Callable[[Verbs, Any], ob
     "a claim": (
         lambda _, key: key,
         Verbs.claim,
-        "evalsha time get set set zadd zrem",
+        "evalsha time set zadd",
     ),
     "a settle": (
         Verbs.held,
         Verbs.settle,
-        "evalsha time get zrem set",
+        "evalsha getrange time zrem set",
     ),
     "a settle with the task's result": (
         Verbs.held,
         Verbs.settle_with_result,
-        "evalsha time get zrem set get setex publish",
+        "evalsha getrange time zrem set set publish",
     ),
     "a settle of a failure": (
         Verbs.held,
         Verbs.fail,
-        "evalsha time get zrem set zadd",
+        "evalsha getrange time zrem zadd set",
     ),
     "a duplicate of a completed key": (
         lambda verbs, key: verbs.settle(verbs.held(key)).identity.key,
         Verbs.claim,
-        "evalsha time get",
+        "evalsha time set get",
     ),
     "a duplicate of a held key": (
         lambda verbs, key: verbs.held(key).identity.key,
         Verbs.claim,
-        "evalsha time get",
+        "evalsha time set get",
     ),
     "a result for a duplicate": (
         lambda _, key: key,
         Verbs.write_result,
-        "evalsha get setex publish",
+        "evalsha set publish",
     ),
     "a release": (
         Verbs.held,
         Verbs.release,
-        "evalsha get zrem del",
+        "evalsha getrange time del zrem",
     ),
 }
 

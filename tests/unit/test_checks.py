@@ -22,8 +22,8 @@ from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import republish
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import Finding, check, check_settings, check_store
+from celery_idempotent.stores.base import ServerFacts
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis.facts import ServerFacts
 from tests.support.admin import make_app
 
 GOOD = ServerFacts(kind="Redis", version="7.2.1", eviction="noeviction", persistent=True)

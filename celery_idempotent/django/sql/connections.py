@@ -45,6 +45,7 @@ _CONNECT_RETRY_SECONDS = 10.0
 #: A value of so many bytes fits into every statement; beside a value a statement has fewer than so many bytes.
 _SMALL = 256 * 1024
 _REST_OF_STATEMENT = 64 * 1024
+_ESCAPED = (b"\0", b"\n", b"\r", b"\x1a", b'"', b"'", b"\\")
 
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
 _NO_TABLE = ("42P01", 1146)
@@ -111,9 +112,9 @@ class Session:
         """Does a statement with this value fit? MySQL and MariaDB end the session of a client that sends more."""
         if self.words.vendor != "mysql" or len(value) < _SMALL:
             return True
+        escaped = sum(map(value.count, _ESCAPED))  # each of them is two bytes in the statement
         ((most,),) = self.rows("SELECT @@max_allowed_packet")
-        # A driver may write two bytes for each: mysqlclient for those that it escapes, PyMySQL for all (in hex).
-        return 2 * len(value) + _REST_OF_STATEMENT < int(most)
+        return len(value) + escaped + _REST_OF_STATEMENT < int(most)
 
     def again(self) -> NoReturn:
         """Let the verb begin again: what it read has changed since."""

@@ -2,7 +2,7 @@
 
 An entry is one of::
 
-    'S' · 16 bytes history · 6 bytes settled at, ms of Redis' clock · the record as packed.py says
+    'S' · 16 bytes history · 6 bytes settled at, ms of Redis' clock · the record as format.py says
     'T' · 8 bytes name                                                a tombstone: being forgotten
 
 Only a *fill* writes a record, and only with a *ticket* that a look gave **before** the record was read from the
@@ -27,13 +27,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Identity, Record, Retained, SettleRequest
+from celery_idempotent.records import Identity, Record, Retained
+from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.hybrid.breaker import Breaker
-from celery_idempotent.stores.redis.channel import exchange, passing
+from celery_idempotent.stores.redis.format import pack, unpack
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack_record
-from celery_idempotent.stores.redis.scripts import CACHE_VERBS, Reply, script
-from celery_idempotent.stores.redis.url import link_and_prefix
+from celery_idempotent.stores.redis.servers import SCRIPTS, Reply, exchange, passing
+from celery_idempotent.stores.redis.urls import link_and_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,6 @@ class RedisCache:
         shared = Keyspace(named if prefix is None else prefix)
         self._keys = Keyspace(f"{shared.prefix}.cache")
         self.breaker = Breaker()
-        for verb in CACHE_VERBS:
-            script(verb)  # read now: a process may be forked while a thread reads one
 
     def __repr__(self) -> str:
         return f"<RedisCache: {self._link.where}, prefix {self._keys.prefix}>"
@@ -105,12 +103,7 @@ class RedisCache:
 
     def fill(self, identity: Identity, ticket: Ticket, retained: Retained) -> bool:
         """Cache what was read from the truth after the ticket was given; ``False`` if the ticket is no longer valid."""
-        record = retained.record
-        try:
-            end = SettleRequest.ending_as(record, record=record, keep_ms=retained.left_ms)
-            packed = pack_settled(end, delivered=record.delivered)
-        except OverflowError:
-            return False  # a task id or a type name of more than 64 KiB
+        packed = pack(StoredRecord(retained.record, 0), bytes(4))
         word = self._try(
             "cache_fill",
             identity,
@@ -122,10 +115,6 @@ class RedisCache:
             packed,
         )
         return bool(word == b"filled")
-
-    def mark(self, identity: Identity, token: int) -> None:
-        """Note in the entry with this token that its callbacks were sent."""
-        self._try("cache_mark", identity, pack_token(token))
 
     def drop(self, identity: Identity) -> None:
         """Take away an entry that is of no use, if the server answers."""
@@ -155,10 +144,10 @@ class RedisCache:
         if word != b"hit":
             return None
         try:
-            record = unpack_record(identity, rest[0])
+            record = unpack(identity, rest[0]).record
             if not record.state.settled:
                 raise ValueError(record.state)
-        except (StoreMisconfigured, ValueError, IndexError):
+        except (StoreMisconfigured, ValueError):
             # Written by a newer version, or not by this library: ask the truth.
             logger.warning("idempotency: the cached record of %s cannot be read: dropped", identity)
             self.drop(identity)
@@ -176,9 +165,9 @@ class RedisCache:
 
     def _ask(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
         bucket, name = self._keys.locate(identity)
-        keys = (name,) if verb == "cache_mark" else (name, self._keys.generation(bucket))
+        keys = (name, self._keys.generation(bucket))
         try:
-            (answer,) = exchange(self._link, (script(verb).call(bucket, keys, *arguments),))
+            (answer,) = exchange(self._link, (SCRIPTS[verb].call(keys, *arguments),))
         except (StoreUnavailable, StoreMisconfigured) as error:
             if passing(error.__cause__) not in _NO_WRITES:
                 self._failed(error)

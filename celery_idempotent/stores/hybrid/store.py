@@ -90,8 +90,9 @@ class HybridStore(ForwardingStore):
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent, in the truth first."""
         marked = self.truth.mark_delivered(identity, token=token)
-        if marked and not self.truth.joined():
-            self.cache.mark(identity, token)
+        if marked:
+            # Whoever reads it next caches it with the mark; a reading of before it comes too late for that.
+            self.cache.drop(identity)
         return marked
 
     def forget(

@@ -1,1 +1,1 @@
-"""The records in Redis: verbs are Lua scripts, records are packed hashes."""
+"""Records in Redis: the table decides in Python, short scripts look and swap."""

@@ -10,20 +10,31 @@ from typing import TypeGuard
 from celery_idempotent.records import Counted, Page, Record, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
-from celery_idempotent.stores.redis.channel import Link, exchange
-from celery_idempotent.stores.redis.facts import Servers, now_ms
-from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
-from celery_idempotent.stores.redis.packed import state_of, unpack_record
-from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain, script
+from celery_idempotent.stores.redis.format import state_of, unpack
+from celery_idempotent.stores.redis.keyspace import BUCKETS, MARK, Keyspace
+from celery_idempotent.stores.redis.servers import (
+    Link,
+    Reply,
+    Servers,
+    ask_indexes,
+    exchange,
+    in_steps,
+    now_ms,
+    pairs,
+    plain,
+)
 
 #: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
-_HEAD = b"2047"
+_SUMMARY = b"2047"
 
 #: How many keys are read at once, or looked for by one step of a scan.
 _STEP = 500
 
 #: How many names of each bucket are read at first for a merge, and how many more of a bucket that has more.
 _AHEAD = 8, 64
+
+#: Beyond any deadline: the score of a mark is a time in microseconds.
+_DEADLINES = b"(1e14"
 
 
 class Browsing(Servers):
@@ -42,21 +53,20 @@ class Browsing(Servers):
 
     def stats(self) -> Stats:
         """Count what the indexes know."""
-        at_ms = now_ms(self._link)
-        now = b"%d" % at_ms
-        commands = [plain(0, b"GET", self._keys.swept)]
+        at_ms, commands = self.now_ms(), [plain(b"GET", self._keys.swept)]
+        later = b"(%d" % at_ms
         for bucket in range(BUCKETS):
             leases = self._keys.leases(bucket)
             commands += (
-                plain(bucket, b"ZCOUNT", leases, b"-inf", now),
-                plain(bucket, b"ZCARD", leases),
-                plain(bucket, b"ZCOUNT", self._keys.interrupted(bucket), b"(" + now, b"+inf"),
-                plain(bucket, b"ZCOUNT", self._keys.failures(bucket), b"(" + now, b"+inf"),
+                plain(b"ZCOUNT", leases, b"-inf", b"%d" % at_ms),
+                plain(b"ZCOUNT", leases, later, _DEADLINES),
+                plain(b"ZCOUNT", self._keys.interrupted(bucket), later, b"+inf"),
+                plain(b"ZCOUNT", self._keys.failures(bucket), later, b"+inf"),
             )
-        swept, *answers = self._ask_all(commands)
-        stale, unsettled, interrupted, failed = (sum(answers[n::4]) for n in range(4))
+        swept, *answers = self._exchange(*commands)
+        stale, live, interrupted, failed = (sum(answers[n::4]) for n in range(4))
         return Stats(
-            live=unsettled - stale,
+            live=live,
             stale=stale,
             interrupted=interrupted,
             failed=failed,
@@ -66,22 +76,22 @@ class Browsing(Servers):
 
     def note_sweep(self) -> None:
         """Note that a sweep ended just now."""
-        self._ask(script("note_sweep").call(0, (self._keys.swept,)))
+        self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         """Add to the counters of this hour."""
-        name = self._keys.counts(now_ms(self._link) // HOUR_MS)
+        name = self._keys.counts(self.now_ms() // HOUR_MS)
         commands = [
-            plain(0, b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
+            plain(b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
             for (task, outcome), number in outcomes.items()
         ]
-        self._ask_all([*commands, plain(0, b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600))])
+        self._exchange(*commands, plain(b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600)))
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
         """Return the counters of the last hours."""
-        last = now_ms(self._link) // HOUR_MS
+        last = self.now_ms() // HOUR_MS
         wanted = range(last - min(hours, COUNTED_HOURS) + 1, last + 1)
-        answers = self._ask_all([plain(0, b"HGETALL", self._keys.counts(hour)) for hour in wanted])
+        answers = self._exchange(*(plain(b"HGETALL", self._keys.counts(hour)) for hour in wanted))
         found = []
         for hour, answer in zip(wanted, answers, strict=True):
             for field, number in pairs(answer):
@@ -105,19 +115,18 @@ class _Search:
         self._looked_at = 0
 
     def through(self, cursor: str, look_at: int) -> Page:
-        """Walk through the indexes, bucket by bucket; the cursor is the number of the bucket, and the position in
-        it.
+        """Walk through the indexes, bucket by bucket; the cursor is the number of an index and bucket, and the place
+        in it.
         """
         start, skip = read_cursor(cursor, "l", 2)
         for place, first, names in self._of_indexes(start, skip):
-            bucket = place % BUCKETS
-            for n in range(0, len(names), _STEP):
-                step = names[n : n + _STEP]
-                for at, record in enumerate(self._records([bucket] * len(step), step), start=1):
-                    self._looked_at += 1
+            at = first
+            for step in in_steps(names, _STEP):
+                for record in self._records(step):
+                    self._looked_at, at = self._looked_at + 1, at + 1
                     self._take(record)
                     if len(self._found) >= self._limit or self._looked_at >= look_at:
-                        return self._page("l", place, first + n + at)
+                        return self._page("l", place, at)
         return self._page()
 
     def newest(self, cursor: str, look_at: int) -> Page:
@@ -125,16 +134,13 @@ class _Search:
 
         The score is when the record expires; those of one millisecond share it.
         """
-        highest, skip = read_cursor(cursor, "n", 2)
-        merged = heapq.merge(*self._downwards(highest), key=lambda entry: -entry[0])
-        entries = itertools.islice(merged, skip, None)
-        score, same = highest, skip
+        score, same = read_cursor(cursor, "n", 2)
+        entries = self._highest(score, same)
         while self._looked_at < look_at:
             # Usually the first ones fill the page. If a filter leaves few of them, the steps get larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
-            records = self._records([each[1] for each in step], [each[2] for each in step])
-            for each, record in zip(step, records, strict=True):
+            for each, record in zip(step, self._records([e[1] for e in step]), strict=True):
                 self._looked_at += 1
                 self._take(record)
                 score, same = each[0], same + 1 if each[0] == score else 1
@@ -156,18 +162,17 @@ class _Search:
 
         A step with more than the page has room for is therefore left to the next page, or made smaller.
         """
-        node, at, count = read_cursor(cursor, "s", 3)
+        number, at, count = read_cursor(cursor, "s", 3)
         count = count or _STEP
         nodes = self._link.nodes()
-        while node < len(nodes) and len(self._found) < self._limit and self._looked_at < look_at:
-            words = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % count)
-            ((after, names),) = exchange(self._link, (plain(nodes[node], *words),))
+        while number < len(nodes) and len(self._found) < self._limit and self._looked_at < look_at:
+            step = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % count)
+            ((after, names),) = exchange(self._link, [plain(*step, node=nodes[number])])
             # A step looks at about so many keys, those of other applications included.
             self._looked_at += max(len(names), count)
             # Of thousands of names often none is wanted: then no record is read.
-            names = [name for name in names if self._is_named(name)]
-            buckets = [self._keys.bucket(name) for name in names]
-            found = [record for record in self._records(buckets, names) if self._includes(record)]
+            wanted = [name for name in names if self._is_named(name)]
+            found = [record for record in self._records(wanted) if self._includes(record)]
             room = self._limit - len(self._found)
             if len(found) > room and (self._found or count > 1):
                 count = max(count * self._limit // (len(found) + 1), 1)
@@ -177,25 +182,28 @@ class _Search:
             self._found += found
             if len(found) < room // 4:
                 count = min(2 * count, _STEP)
-            at = int(after)
-            node += not at
-        return self._page("s", node, at, count) if node < len(nodes) else self._page()
+            # redis-py's client of a Cluster has the cursor of each node.
+            (at,) = map(int, after.values() if isinstance(after, dict) else (after,))
+            number += not at
+        return self._page("s", number, at, count) if number < len(nodes) else self._page()
 
     def _of_indexes(self, start: int, skip: int) -> Iterator[tuple[int, int, Sequence[bytes]]]:
         """Yield each place (a bucket of one index after the other), from which position on, and the names there."""
         indexes = self._indexes()
         # No more of a bucket than a page can look at, and 128 buckets at a time: most are empty.
-        for low in range(start, len(indexes) * BUCKETS, 128):
-            places = range(low, min(low + 128, len(indexes) * BUCKETS))
-            commands, firsts = [], [skip if place == start else 0 for place in places]
-            for place, first in zip(places, firsts, strict=True):
-                number, bucket = divmod(place, BUCKETS)
-                words = (indexes[number](bucket), b"%d" % first, b"%d" % (first + 4999))
-                commands.append(plain(bucket, b"ZRANGE", *words))
-            answers = exchange(self._link, commands)
-            for place, first, names in zip(places, firsts, answers, strict=True):
-                if names:
-                    yield place, first, names
+        for places in in_steps(range(start, len(indexes) * BUCKETS), 128):
+            firsts = [skip if place == start else 0 for place in places]
+            names = [indexes[place // BUCKETS](place % BUCKETS) for place in places]
+            answers = exchange(
+                self._link,
+                [
+                    plain(b"ZRANGE", n, b"%d" % at, b"%d" % (at + 4999))
+                    for n, at in zip(names, firsts, strict=True)
+                ],
+            )
+            for place, first, found in zip(places, firsts, answers, strict=True):
+                if found:
+                    yield place, first, found[:-1] if found[-1] == MARK else found
 
     def _indexes(self) -> list[Callable[[int], bytes]]:
         """Return the indexes in which all wanted records are."""
@@ -206,37 +214,40 @@ class _Search:
         wanted = ((State.INTERRUPTED, keys.interrupted), (State.FAILED, keys.failures))
         return found + [index for state, index in wanted if state in self._wanted]
 
-    def _downwards(self, highest: int) -> list[Iterator[tuple[int, int, bytes]]]:
-        """Return for each bucket with entries its scores and names, from the highest on (0: from the top)."""
+    def _highest(self, score: int, same: int) -> Iterator[tuple[int, bytes]]:
+        """Yield scores and names from a score on (0: from the top), but for the first ``same`` of that score."""
+        # Most buckets have none of the first ones, and are not read.
+        wanted = same + self._limit
+        first = list(itertools.islice(self._downwards(score, wanted), wanted))
+        yield from first[same:]
+        if len(first) == wanted:
+            last = first[-1][0]
+            seen = sum(entry[0] == last for entry in first)
+            yield from itertools.islice(self._downwards(last, 0), seen, None)
+
+    def _downwards(self, highest: int, wanted: int) -> Iterator[tuple[int, bytes]]:
+        """Merge the buckets that may have one of the first ``wanted`` entries; 0: all of them."""
         (name_of,) = self._indexes()
-        indexes = [(bucket, name_of(bucket)) for bucket in range(BUCKETS)]
         top = b"%d" % highest if highest else b"+inf"
 
-        def command(bucket: int, index: bytes, first: int, count: int) -> Command:
-            place = (b"LIMIT", b"%d" % first, b"%d" % count, b"WITHSCORES")
-            return plain(bucket, b"ZRANGE", index, top, b"-inf", b"BYSCORE", b"REV", *place)
-
-        def entries(bucket: int, index: bytes, answer: Reply) -> Iterator[tuple[int, int, bytes]]:
+        def entries(index: bytes, told: Reply) -> Iterator[tuple[int, bytes]]:
             at, size = 0, _AHEAD[0]
             while True:
-                found = pairs(answer)
+                found = pairs(told)
                 for name, score in found:
-                    yield int(float(score)), bucket, name
+                    yield int(float(score)), name
                 if len(found) < size:
                     return
                 at, size = at + size, _AHEAD[1]
-                (answer,) = exchange(self._link, [command(bucket, index, at, size)])
+                place = (b"BYSCORE", b"REV", b"LIMIT", b"%d" % at, b"%d" % size, b"WITHSCORES")
+                (told,) = exchange(self._link, [plain(b"ZRANGE", index, top, b"-inf", *place)])
 
-        answers = exchange(self._link, [command(b, index, 0, _AHEAD[0]) for b, index in indexes])
-        asked = zip(indexes, answers, strict=True)
-        return [entries(b, index, answer) for (b, index), answer in asked if answer]
+        indexes = [name_of(bucket) for bucket in range(BUCKETS)]
+        found = ask_indexes(self._link, "newest", indexes, top, b"%d" % wanted, b"%d" % _AHEAD[0])
+        return heapq.merge(*(entries(*each) for each in found), key=lambda entry: -entry[0])
 
-    def _records(self, buckets: Sequence[int], names: Sequence[bytes]) -> Iterator[Record | None]:
-        commands = [
-            plain(bucket, b"GETRANGE", name, b"0", _HEAD)
-            for bucket, name in zip(buckets, names, strict=True)
-        ]
-        answers: list[Reply] = exchange(self._link, commands) if commands else []
+    def _records(self, names: Sequence[bytes]) -> Iterator[Record | None]:
+        answers = exchange(self._link, [plain(b"GETRANGE", name, b"0", _SUMMARY) for name in names])
         for name, packed in zip(names, answers, strict=True):
             yield self._record(name, packed) if packed else None
 
@@ -245,7 +256,7 @@ class _Search:
         identity, state = self._keys.identity(name), state_of(packed)
         if not self._selection.names(identity) or (state and state not in self._wanted):
             return None
-        return unpack_record(identity, packed, summary=True)
+        return unpack(identity, packed, summary=True).record
 
     def _is_named(self, name: bytes) -> bool:
         # The end first: of a million names, all are looked at for one key.

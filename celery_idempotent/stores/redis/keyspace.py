@@ -4,12 +4,12 @@
 
     idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key)
     idem:{7}!leases                             sorted set: record names by deadline, PROCESSING
-                                                and QUEUED only
+                                                and QUEUED only; and "!" by the largest token that
+                                                the bucket gave out, in microseconds: never due
     idem:{7}!failures                           sorted set: names of FAILED records by the end of
                                                 their retention
     idem:{7}!interrupted                        sorted set: names of INTERRUPTED records by when
                                                 they expire
-    idem:{7}!token                              the largest token that the bucket gave out
     idem:{0}!counts:484722                      hash: how often which outcome (of which task) in
                                                 that hour since the epoch
     idem:{0}!swept                              when the last sweep ended, ms since the epoch
@@ -33,6 +33,8 @@ from celery_idempotent.records import Identity
 
 #: How many buckets the records spread over. Fixed for ever: it decides where each record is found.
 BUCKETS = 1024
+#: Who has the largest token of a bucket as score among its leases.
+MARK = b"!"
 
 
 class Keyspace:
@@ -60,10 +62,11 @@ class Keyspace:
         bucket = zlib.crc32(text) % BUCKETS
         return bucket, self._heads[bucket] + b":" + text
 
-    def indexes(self, bucket: int) -> tuple[bytes, bytes, bytes, bytes]:
-        """Name the bucket's indexes of leases, failures and interrupted records, and its mark of tokens."""
+    def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
+        """Name the record, and its bucket's indexes of leases, failures and interrupted records."""
+        bucket, name = self.locate(identity)
         head = self._heads[bucket]
-        return head + b"!leases", head + b"!failures", head + b"!interrupted", head + b"!token"
+        return name, head + b"!leases", head + b"!failures", head + b"!interrupted"
 
     def identity(self, name: bytes) -> Identity:
         """Return the identity that :meth:`locate` gave this name."""
@@ -76,10 +79,6 @@ class Keyspace:
         """The pattern by which ``SCAN`` finds all records and no index."""
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
         return self.prefix.translate(special).encode() + b":{*}:*"
-
-    def bucket(self, name: bytes) -> int:
-        """Return the bucket that is part of the name of a record."""
-        return int(name[len(self._start) + 2 :].partition(b"}")[0])
 
     def leases(self, bucket: int) -> bytes:
         """Name the index of the bucket's leases."""

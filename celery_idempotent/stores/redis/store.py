@@ -1,51 +1,69 @@
-"""Records in Redis or Valkey: one script and one round trip a verb."""
+"""Records in Redis or Valkey: three scripts are the fast paths of a run, the table decides all else in Python."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from struct import Struct
+from typing import TYPE_CHECKING, TypeVar
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
-    Answer,
-    Claimed,
-    ClaimRequest,
-    Held,
     Identity,
-    Mismatched,
     Record,
     Renewal,
-    Reservation,
-    Reserved,
-    ReserveRequest,
-    Settled,
+    ResultWrite,
+    SettledWith,
+    SettleRequest,
     State,
-    Stored,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.deciding import (
+    Asked,
+    DecidingStore,
+    Look,
+    Taken,
+    asked_to_settle,
+    brought,
+)
 from celery_idempotent.stores.redis.browse import Browsing
+from celery_idempotent.stores.redis.format import STARTS, pack_own, pack_tail
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.packed import (
-    pack_claim,
-    pack_fingerprint,
-    pack_message,
-    pack_note,
-    pack_reservation_flags,
-    pack_state,
-    pack_token,
-    unpack_new,
-    unpack_record,
-    unreadable,
+from celery_idempotent.stores.redis.look import ChangedError, RedisLook
+from celery_idempotent.stores.redis.servers import (
+    SCRIPTS,
+    Command,
+    Reply,
+    endpoint_of,
+    exchange,
 )
-from celery_idempotent.stores.redis.scripts import VERBS, Command, Reply, plain, script
-from celery_idempotent.stores.redis.settling import Settling
 from celery_idempotent.stores.redis.upkeep import Upkeep
-from celery_idempotent.stores.redis.url import link_and_prefix
-from celery_idempotent.stores.values import pack_text, pack_value
+from celery_idempotent.stores.redis.urls import link_and_prefix
+from celery_idempotent.stores.table import OUTCOME, Verb
+
+if TYPE_CHECKING:
+    from redis import ConnectionPool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: The token and the time that a new record got.
+_STAMP = Struct(">QQ")
+#: The state of a record that each verb makes where there is none, and the attempts to run it.
+_NEW: dict[Verb, tuple[State, int]] = {
+    "claim": (State.PROCESSING, 1),
+    "reserve": (State.QUEUED, 0),
+}
+#: What a settle carries over, but for what its script copies.
+_CARRIED = tuple(
+    name for name in OUTCOME if name not in ("token", "created_ms", "crashes", "attempts")
+)
+_carried_by = attrgetter(*_CARRIED)
+_CLAIM, _END, _RENEW, _SWAP = (SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
 
 
-class RedisStore(Browsing, Settling, Upkeep, Store):
+class RedisStore(Browsing, Upkeep, DecidingStore):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
@@ -56,6 +74,8 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
     """
 
     supports_counting = True
+    #: Until the server refuses it.
+    _takes_results = True
 
     def __init__(
         self,
@@ -66,8 +86,6 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
     ) -> None:
         link, named = link_and_prefix(url, options or {})
         super().__init__(link, Keyspace(named if prefix is None else prefix))
-        for verb in VERBS:
-            script(verb)  # read now: a process may be forked while a thread reads one
 
     def __repr__(self) -> str:
         return f"<RedisStore: {self._link.where}, prefix {self._keys.prefix}>"
@@ -77,146 +95,134 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         """What all our keys in Redis start with."""
         return self._keys.prefix
 
-    def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if no live claim holds it."""
-        if len(request.attempt) != ATTEMPT_BYTES:
-            raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
-        identity, lease_ms = request.identity, request.lease_ms
-        brought, flags = pack_claim(request)
-        bucket, *keys = self._names(identity)
-        word, *rest = self._ask(
-            script("claim").call(
-                bucket,
-                keys,
-                brought,
-                b"%d" % lease_ms,
-                b"%d" % (lease_ms + request.keep_ms),
-                flags,
-            )
+    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
+        """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
+        state, attempts = _NEW[verb]
+        lease_ms = asked.delay_ms
+        assert asked.attempt is not None
+        assert lease_ms is not None
+        tail = pack_tail(asked.fields, attempt=asked.attempt)
+        args = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms), STARTS[state], b"%d" % attempts
+        answer = self._send(_CLAIM.call(self._keys.of_record(identity)[:2], *args, tail))
+        if not isinstance(answer, bytes):
+            return self._with(answer, identity, lambda look: self._take(verb, look, asked))
+        token, now_ms = _STAMP.unpack(answer)
+        return Record(
+            state=state,
+            token=token,
+            created_ms=now_ms,
+            updated_ms=now_ms,
+            deadline_ms=now_ms + lease_ms,
+            attempts=attempts,
+            **asked.fields,
         )
-        if word in (b"new", b"claimed"):
-            record = (
-                unpack_new(request, rest[0]) if word == b"new" else unpack_record(identity, rest[0])
-            )
-            return Claimed(record)
-        return self._refusal(identity, word, rest)
 
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew."""
-        answers = self._ask_all([self._renewal(lease) for lease in leases])
-        swept = [n for n, answer in enumerate(answers) if answer == b"interrupted"]
-        again = self._ask_all([self._renewal(leases[n], interrupted=True) for n in swept])
-        for n, answer in zip(swept, again, strict=True):
-            answers[n] = answer
-        return [answer == b"renewed" for answer in answers]
+    def settle(self, request: SettleRequest) -> bool:
+        """Write the end state, unless the key has another token by now."""
+        return self._settle(request) is not SettledWith.LOST
 
-    def _renewal(self, lease: Renewal, *, interrupted: bool = False) -> Command:
-        bucket, name = self._keys.locate(lease.identity)
-        keys = [name, self._keys.leases(bucket)]
-        if interrupted:
-            keys.append(self._keys.interrupted(bucket))
-        life_ms = lease.lease_ms + lease.keep_ms
-        arguments = pack_token(lease.token), b"%d" % lease.lease_ms, b"%d" % life_ms
-        return script("renew").call(bucket, keys, *arguments)
+    def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:
+        """Write the end state and the result in one script.
 
-    def reserve(self, request: ReserveRequest) -> Reservation:
-        """Take the key for a message that is about to be published."""
-        identity, deadline_ms = request.identity, request.deadline_ms
-        bucket, *keys = self._names(identity)
-        owner = pack_text(request.task_id)
-        word, *rest = self._ask(
-            script("reserve").call(
-                bucket,
-                keys,
-                # A digest of the task id: shows whose reservation this is, also where the task id in the record is
-                # that of another message.
-                hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
-                b"%d" % deadline_ms,
-                b"%d" % (deadline_ms + request.keep_ms),
-                pack_fingerprint(request.fingerprint),
-                owner,
-                pack_message(request.message),
-                pack_reservation_flags(request),
-            )
-        )
-        if word == b"reserved":
-            return Reserved(unpack_record(identity, rest[0]))
-        return self._refusal(identity, word, rest)
+        A server may refuse scripts with two unrelated keys: what looks like one server may be a cluster, or a proxy.
+        Then it is not asked again.
+        """
+        if self._takes_results:
+            try:
+                return self._settle(request, result)
+            except StoreMisconfigured as refused:
+                done = self._settle(request)
+                self._takes_results = False
+                logger.warning("idempotency: results are stored apart from records: %s", refused)
+                return done
+        return self._settle(request)
 
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of a step."""
-        step = (pack_text(name), pack_value(value))
-        word = self._ask_about("checkpoint", identity, pack_token(token), *step)
-        return bool(word != b"lost")
+    def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
+        record, identity = request.record, request.record.identity
+        answer: Reply = None
+        if record.state is State.PROCESSING and request.restore and not request.note:
+            answer = self._send(self._end(request, result))
+            if isinstance(answer, bytes):
+                return SettledWith.RESULT if answer == b"stored" else SettledWith.NOTHING
+        asked = asked_to_settle(request)
+        done = self._with(answer, identity, lambda look: self._do("settle", look, asked))
+        if done.answer != "settled":
+            return SettledWith.LOST
+        stored = result is not None and self.write_result(result)
+        return SettledWith.RESULT if stored else SettledWith.NOTHING
 
-    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
-        """Note that the callbacks of the settled task were sent."""
-        word = self._ask_about("mark_delivered", identity, pack_token(token))
-        return bool(word == b"marked")
+    def _end(self, request: SettleRequest, result: ResultWrite | None) -> Command:
+        """Return the script that settles the claim in the request, if it still runs."""
+        record, fields = request.record, brought(request)
+        fields.update(zip(_CARRIED, _carried_by(record), strict=True))
+        name, leases, failures, _ = self._keys.of_record(record.identity)
+        keys: list[bytes] = [name, leases]
+        written: tuple[bytes, ...] = ()
+        if request.state is State.FAILED:
+            keys.append(failures)
+        if result is not None:
+            keys.append(result.key)
+            written = (result.payload, b"%d" % result.expires_s)
+        args = STARTS[request.state], b"%d" % max(request.keep_ms, 1), pack_tail(fields), *written
+        return _END.call(keys, pack_own(record.token), *args)
+
+    def stores_results_of(self, pool: ConnectionPool) -> bool:
+        """Are these connections to the same database, with the same login?"""
+        # Who overrides settle() does something in it that a settle with the result would leave out.
+        overridden = type(self).settle is not RedisStore.settle or "settle" in vars(self)
+        ours = None if overridden else getattr(self._link, "endpoint", None)
+        return ours is not None and ours == endpoint_of(pool)
+
+    def write_result(self, result: ResultWrite) -> bool:
+        """Write the result of a task that a record answered, in one script."""
+        if not self._takes_results:
+            return False
+        write = SCRIPTS["result"].call((result.key,), result.payload, b"%d" % result.expires_s)
+        return bool(self._send(write) == b"stored")
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
-        """Give the key back."""
-        deadline = b"" if requeue_ms is None else b"%d" % requeue_ms
-        given = pack_token(token), deadline, pack_note(note)
-        return bool(self._ask_about("release", identity, *given) != b"lost")
+        """Give the key back; in one trip where nothing stays of it."""
+        answer = self._send(_END.call(self._keys.of_record(identity)[:2], pack_own(token)))
+        if isinstance(answer, bytes):
+            return True
+        asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
+        done = self._with(answer, identity, lambda look: self._do("release", look, asked))
+        return done.answer != "lost"
 
-    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner."""
-        word, *rest = self._ask_about("interrupt", identity, pack_token(token))
-        return unpack_record(identity, rest[0]) if word == b"interrupted" else None
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
+        """Let each lease start anew, all in one trip; what a sweep has ended since takes another two."""
+        calls = []
+        for each in leases:
+            args = b"%d" % each.lease_ms, b"%d" % (each.lease_ms + each.keep_ms)
+            keys = self._keys.of_record(each.identity)[:2]
+            calls.append(_RENEW.call(keys, pack_own(each.token), *args))
+        return [
+            answer == b"renewed" or self._renew_swept(each, answer)
+            for each, answer in zip(leases, self._exchange(*calls), strict=True)
+        ]
 
-    def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is."""
-        bucket, name = self._keys.locate(identity)
-        packed = self._ask(plain(bucket, b"GET", name))
-        return None if packed is None else unpack_record(identity, packed)
+    def _renew_swept(self, each: Renewal, answer: Reply) -> bool:
+        asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
+        done = self._with(answer, each.identity, lambda look: self._do("renew", look, asked))
+        return done.answer == "renewed"
 
-    def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
-    ) -> Record | None:
-        """Make an unfinished record that has a message QUEUED."""
-        attempt = os.urandom(ATTEMPT_BYTES)
-        only = b"" if token is None else pack_token(token)
-        word, *rest = self._ask_about(
-            "requeue", identity, b"%d" % deadline_ms, attempt, only, pack_note(note)
-        )
-        if word == b"unreadable":
-            raise unreadable(identity)
-        return unpack_record(identity, rest[0]) if word == b"requeued" else None
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+        return self._with(None, identity, verb)
 
-    def forget(
-        self, identity: Identity, *, token: int | None = None, state: State | None = None
-    ) -> bool:
-        """Delete the record; with ``token`` and ``state`` only if it has these."""
-        bucket, *keys = self._names(identity)
-        only = (
-            b"" if token is None else pack_token(token),
-            b"" if state is None else pack_state(state),
-        )
-        del keys[3]  # the bucket's token stays
-        word = self._ask(script("forget").call(bucket, keys, *only))
-        return bool(word == b"forgotten")
+    def _with(self, answer: Reply, identity: Identity, verb: Callable[[Look], T]) -> T:
+        """Do a verb with what a script found, ``None`` for nothing yet; anew if somebody else wrote since."""
+        highest = 0
+        while True:
+            answer = answer or self._send(_CLAIM.call(self._keys.of_record(identity)[:1]))
+            try:
+                return verb(RedisLook(identity, answer, self._swap, highest))
+            except ChangedError as changed:
+                answer, highest = None, changed.highest
 
-    def _refusal(
-        self, identity: Identity, word: bytes, rest: Sequence[Reply]
-    ) -> Held | Settled | Mismatched:
-        """Return why a key cannot be had."""
-        if word == b"unreadable":
-            raise unreadable(identity)
-        record = unpack_record(identity, rest[0])
-        match word:
-            case b"held":
-                return Held(record, left_ms=rest[1])
-            case b"settled":
-                return Settled(record, age_ms=max(rest[1], 0))
-            case b"mismatched":
-                return Mismatched(record)
-        raise StoreMisconfigured(f"{self._link.where} answered with {word!r}")
+    def _send(self, command: Command) -> Reply:
+        return exchange(self._link, (command,))[0]
 
-    def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
-        """Run the script of a verb that needs the record, the leases, what is interrupted and the token."""
-        bucket, name, leases, _, token, interrupted = self._names(identity)
-        keys = (name, leases, interrupted, token)
-        return self._ask(script(verb).call(bucket, keys, *arguments))
+    def _swap(self, identity: Identity, args: tuple[bytes, ...]) -> Reply:
+        return self._send(_SWAP.call(self._keys.of_record(identity), *args))

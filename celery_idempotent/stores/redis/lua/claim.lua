@@ -1,48 +1,33 @@
--- Take the key if nobody holds it.
+-- Claim or reserve a key that has no record; otherwise say what is there. Without arguments it only looks.
 --
--- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
--- ARGV     1 attempt id, 8 bytes · fingerprint, 16 bytes, if it has one · owner and message, packed
---          2 lease, ms · 3 life of the record, ms · 4 flags: 1 with a fingerprint, and those of on_stale
--- returns  {'new', token and now}: claimed, and there was no record
---          {'claimed', record}
---          {'held', record, ms until its lease runs out}
---          {'settled', record, ms since it was settled}
---          {'mismatched', record}
---          {'unreadable'}: written by a newer version
---
--- A record is laid out as packed.py says.
---include take.lua
-local old = redis.call('GET', KEYS[1])
-if not old then
-  -- By far the most common. Defining the functions for the other cases takes longer than this.
-  return {'new', take(nil, 'P', ARGV[4], now, 0, 1, ARGV[1]):sub(3, 15)}
+-- KEYS     1 record · 2 leases; in there '!' has the largest token of the bucket
+-- ARGV     1 until the deadline, ms · 2 life of the record, ms · 3 state and version · 4 attempts
+--          5 the record from its flags on
+-- returns  token and time in ms, 8 bytes each: it is yours
+--          {record or nil, ms it has left if that was asked for, seconds, microseconds}: nothing was written
+local time = redis.call('TIME')
+if not ARGV[1] then return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1]), time[1], time[2]} end
+local token = time[1] * 1000000 + time[2]
+local now = math.floor(token / 1000)
+local deadline = now + ARGV[1]
+local head = struct.pack('>I8I8I2I2I8I8', token, now, 0, ARGV[4], now, deadline)
+local set = redis.pcall('SET', KEYS[1], ARGV[3] .. head .. ARGV[5], 'NX', 'PX', ARGV[2])
+if not set or set.err then
+  -- A server without memory left takes no new record, and answers for those that it has.
+  local found = redis.call('GET', KEYS[1])
+  return not found and set or {found, 0, time[1], time[2]}
 end
-
---include taken.lua
-if unreadable(old) then return {'unreadable'} end
-local attempt, fingerprint, claimant = ARGV[1]:sub(1, 8), '', ARGV[1]:sub(9)
-if ARGV[4] % 2 == 1 then fingerprint, claimant = claimant:sub(1, 16), claimant:sub(17) end
-local at
-fingerprint, at = agreed(old, fingerprint)
-if not fingerprint then return {'mismatched', old} end
-if old:find(ENDED) then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
-
-local crashes, attempts = old:byte(22, 23)
-if old:sub(1, 1) == 'P' then
-  if old:sub(30, 37) == attempt then
-    -- The answer to this very claim was lost: give it again, with a new lease.
-    return {'claimed', put(old:sub(1, 23) .. struct.pack('>I6', deadline) .. old:sub(30))}
-  end
-  local left = struct.unpack('>I6', old, 24) - now
-  if left > 0 then return {'held', old, left} end
-  crashes = math.min(crashes + 1, 255)
+deadline = string.format('%d', deadline)
+local changed = redis.pcall('ZADD', KEYS[2], 'GT', 'CH', deadline, KEYS[1], string.format('%d', token), '!')
+if changed == 2 then return head:sub(1, 16) end
+if changed ~= 1 and changed ~= 0 then
+  -- A right is missing: then there is no record either.
+  redis.call('DEL', KEYS[1])
+  return changed
 end
-attempts = math.min(attempts + 1, 255)
-local created = struct.unpack('>I6', old, 10)
-at = extension(old)
--- 'M': the new claim brings a message of its own, or none.
-if old:sub(at, at) == 'M' then at = past(old, at) end
-local reserved = bit.band(old:byte(2), 16)
-local flags = bit.bor(ARGV[4], reserved, fingerprint == '' and 0 or 1)
-local rest = attempt .. fingerprint .. claimant .. old:sub(at)
-return {'claimed', take(old, 'P', flags, created, crashes, attempts, rest)}
+-- The clock was set back, two claims came in one microsecond, or a lost record left its entry: GT may have kept either.
+token = redis.call('ZRANGEBYSCORE', KEYS[2], '1e14', '+inf', 'WITHSCORES')[2] + 1
+redis.call('ZADD', KEYS[2], deadline, KEYS[1], string.format('%d', token), '!')
+head = struct.pack('>I8', token) .. head:sub(9)
+redis.call('SET', KEYS[1], ARGV[3] .. head .. ARGV[5], 'PX', ARGV[2])
+return head:sub(1, 16)

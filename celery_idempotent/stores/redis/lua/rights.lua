@@ -3,12 +3,11 @@
 -- KEYS     1 any key of ours
 -- returns  their names; none before Redis 7, which cannot be asked
 local missing = {}
-if not redis.acl_check_cmd then return missing end
-for _, command in ipairs({
-  {'DEL', KEYS[1]}, {'EXPIRE', KEYS[1], '1'}, {'GET', KEYS[1]}, {'HINCRBY', KEYS[1], 'f', '1'},
-  {'PTTL', KEYS[1]}, {'SET', KEYS[1], 'v'}, {'TIME'}, {'ZADD', KEYS[1], '1', 'm'},
-  {'ZRANGEBYSCORE', KEYS[1], '0', '1'}, {'ZREM', KEYS[1], 'm'},
-}) do
-  if not redis.acl_check_cmd(unpack(command)) then missing[#missing + 1] = command[1] end
+for _, words in ipairs(redis.acl_check_cmd and {
+  {'DEL'}, {'EXPIRE', '1'}, {'GET'}, {'GETRANGE', '0', '1'}, {'HINCRBY', 'f', '1'}, {'PEXPIRE', '1'}, {'PTTL'},
+  {'SET', 'v'}, {'SETRANGE', '0', 'v'}, {'ZADD', '1', 'm'}, {'ZRANGEBYSCORE', '0', '1'}, {'ZREM', 'm'},
+} or {}) do
+  if not redis.acl_check_cmd(words[1], KEYS[1], unpack(words, 2)) then missing[#missing + 1] = words[1] end
 end
+if redis.acl_check_cmd and not redis.acl_check_cmd('TIME') then missing[#missing + 1] = 'TIME' end
 return missing

@@ -2,28 +2,29 @@
 
 ::
 
-    redis://:secret@cache:6379/1?prefix=shop       one server; keys begin with "shop"
-    redis+cluster://node1:7000,node2:7000          a cluster, found by any node that answers
+    redis://:secret@cache:6379/1?prefix=shop       one server; keys begin with "shop"; rediss:// and unix:// likewise
+    redis+cluster://node1:7000,node2:7000          a Cluster, found by any node that answers
     sentinel://s1:26379;s2:26379/mymaster/1        whichever server the Sentinels call the master now
 
-redis-py reads the query of a URL, and makes the connections; which connection is used when is ours (:mod:`.channel`).
+redis-py reads the rest of a URL, its query included.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from redis.connection import ConnectionPool
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import ConnectionPool, SSLConnection, parse_url
 from redis.exceptions import RedisError
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.stores.redis.channel import Address, Connection, Link, Server
-from celery_idempotent.stores.redis.cluster import Cluster
-from celery_idempotent.stores.redis.endpoint import endpoint_of
-from celery_idempotent.stores.redis.sentinel import Sentinels
+from celery_idempotent.stores.redis.servers import Cluster, Link, Server
 
 DEFAULT_PREFIX = "idem"
 
@@ -57,7 +58,7 @@ def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]
             return _sentinel(rest, query, options), prefix
         if scheme.endswith("+cluster"):
             return _cluster(scheme.removesuffix("+cluster"), rest, query, options), prefix
-        return _single_server(scheme, rest, query, options), prefix
+        return _single(scheme, rest, query, options), prefix
     except (TypeError, RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
@@ -76,24 +77,25 @@ class _IncompleteError(ValueError):
     """A part of the URL is missing. The text names the part, and shows nothing of the URL."""
 
 
-def _single_server(
-    scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]
-) -> Server:
+def _single(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
     pool = _pool(scheme, rest, query, options)
     kwargs = pool.connection_kwargs
-    if kwargs.get("path"):
-        where = f"Redis at {kwargs['path']}"
-    else:
-        where = f"Redis at {kwargs.get('host', 'localhost')}:{kwargs.get('port', _REDIS_PORT)}"
-    connect = functools.partial(pool.connection_class, **kwargs)
-    return Server(connect, where=where, endpoint=endpoint_of(pool))
+    where = kwargs.get("path")
+    where = where or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', _REDIS_PORT)}"
+    return Server(pool, f"Redis at {where}")
 
 
-def _cluster(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Link:
+def _cluster(
+    scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]
+) -> Cluster:
     user, hosts, path = _authority(rest)
-    seeds = [_address(host, _REDIS_PORT) for host in hosts]
-    pool = _pool(scheme, f"{user}{hosts[0]}{path}", query, options)
-    return Cluster(_connector(pool), seeds, where=f"Redis Cluster at {','.join(hosts)}")
+    kwargs = _arguments(scheme, f"{user}{hosts[0]}{path}", query, options)
+    if kwargs.pop("db", 0):
+        raise _IncompleteError("a database: a Cluster has only number 0")
+    kwargs["startup_nodes"] = [ClusterNode(*_address(host, _REDIS_PORT)) for host in hosts]  # type: ignore[no-untyped-call]
+    # Follows a Cluster's changes for about half a second; a failover takes longer, and is left to the caller.
+    kwargs["retry"] = Retry(ExponentialBackoff(cap=0.2, base=0.02), 5)
+    return Cluster(partial(RedisCluster, **kwargs), f"Redis Cluster at {','.join(hosts)}")
 
 
 def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
@@ -110,44 +112,43 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -
         if key.startswith("sentinel_")
     }
     for_masters = {k: v for k, v in options.items() if k not in ("ssl", "sentinel_kwargs")}
-    masters = _pool(scheme, f"{user}localhost/{db}", query, for_masters)
+    masters = _arguments(scheme, f"{user}localhost/{db}", query, for_masters)
     # With the timeouts and certificates of the masters, but a user and a password of their own.
-    shared = {
-        k: v for k, v in masters.connection_kwargs.items() if k.startswith(("socket_", "ssl_"))
-    }
+    shared = {k: v for k, v in masters.items() if k.startswith(("socket_", "ssl_"))}
     own = cast("Mapping[str, object]", options.get("sentinel_kwargs") or {})
     given = {k: v for k, v in own.items() if k != "ssl"}
-    watchers = _pool(scheme, "localhost", for_sentinels, {**shared, **given})
-    sentinels = Sentinels(_connector(watchers), addresses, name)
-    to_master = _connector(masters)
-    return Server(
-        lambda: to_master(sentinels.master()),
-        where=f"Redis master {name} of Sentinel at {';'.join(hosts)}",
-    )
+    watchers = _arguments(scheme, "localhost", for_sentinels, {**shared, **given})
+    # A Sentinel that is down is not tried again: there are others.
+    watchers["retry"] = Retry(NoBackoff(), 0)
+    sentinels = Sentinel(addresses, sentinel_kwargs=watchers)  # type: ignore[no-untyped-call]
+    pool = SentinelConnectionPool(name, sentinels, **masters)  # type: ignore[no-untyped-call]
+    return Server(pool, f"Redis master {name} of Sentinel at {';'.join(hosts)}")
 
 
 def _pool(
     scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
 ) -> ConnectionPool:
     """Let redis-py read a URL. Of its pool only the connections' class and arguments are used."""
-    url = f"{scheme}://{rest}"
-    if query:
-        url += "?" + urlencode(query)
-    pool = ConnectionPool.from_url(url, **{**_DEFAULTS, **options})
-    pool.connection_class(
-        **pool.connection_kwargs
-    )  # Connects to nothing, but refuses unknown options.
+    pool = ConnectionPool.from_url(_url(scheme, rest, query), **{**_DEFAULTS, **options})
+    # Connects to nothing, but refuses unknown options.
+    pool.connection_class(**pool.connection_kwargs)
     return pool
 
 
-def _connector(pool: ConnectionPool) -> Callable[[Address], Connection]:
-    def connect(address: Address) -> Connection:
-        host, port = address
-        where = {"host": host, "port": port}
-        connection: Connection = pool.connection_class(**{**pool.connection_kwargs, **where})
-        return connection
+def _arguments(
+    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return what redis-py reads in a URL as arguments of its other clients, which have hosts of their own."""
+    _pool(scheme, rest, query, options)
+    given = {**_DEFAULTS, **options, **parse_url(_url(scheme, rest, query))}  # type: ignore[no-untyped-call]
+    kind = given.pop("connection_class", None)
+    given.pop("host", None)
+    given.pop("port", None)
+    return given | ({"ssl": True} if kind is SSLConnection else {})
 
-    return connect
+
+def _url(scheme: str, rest: str, query: Mapping[str, str]) -> str:
+    return f"{scheme}://{rest}" + (f"?{urlencode(query)}" if query else "")
 
 
 def _authority(rest: str) -> tuple[str, list[str], str]:
@@ -160,7 +161,7 @@ def _authority(rest: str) -> tuple[str, list[str], str]:
     return user + at, found, slash + path
 
 
-def _address(host: str, default_port: int) -> Address:
+def _address(host: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{host}")
     if not parts.hostname:
         raise _IncompleteError("no host")

@@ -1,0 +1,492 @@
+"""The way to the servers: redis-py's connections to a single one, redis-py's client of a Cluster; scripts, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from redis import exceptions
+from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.stores.base import ServerFacts, Store
+from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
+
+if TYPE_CHECKING:
+    from redis.cluster import RedisCluster
+
+#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``. Which of them
+#: the caller knows by the command, and mypy does not.
+Reply: TypeAlias = Any
+
+#: How many idle connections stay open after a burst of threads or greenlets.
+_MAX_IDLE = 64
+
+#: Errors that may be gone at the next try: a failover, a full memory. redis-py has classes for some of them, but not
+#: all of its parsers raise these.
+_PASSING_ERRORS = {
+    exceptions.MovedError: "MOVED",
+    exceptions.AskError: "ASK",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.TryAgainError: "TRYAGAIN",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.OutOfMemoryError: "OOM",
+}
+#: Their word: at the start of the message or, before Redis 7, in the middle of a script's error.
+_PASSING = re.compile(
+    r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
+    r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
+)
+_LOGIN_ERRORS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_SILENT = (
+    *(exceptions.ConnectionError, exceptions.TimeoutError, OSError),
+    *(exceptions.ClusterError, exceptions.RedisClusterException),
+)
+_ERRORS = (exceptions.RedisError, *_SILENT)
+
+
+class Command(NamedTuple):
+    """A command; the ``source`` of its script, and the ``node`` of a Cluster that it is for, unless its keys tell."""
+
+    words: tuple[bytes, ...]
+    source: bytes | None = None
+    node: Any = None
+
+    def with_source(self) -> Command:
+        """Return the same call with the script itself, for a server that does not know it."""
+        if self.source is None:
+            return self
+        return self._replace(words=(b"EVAL", self.source, *self.words[2:]))
+
+
+class Script(NamedTuple):
+    """A script that a server may know by its digest."""
+
+    source: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, source: bytes) -> Script:
+        """Return the script; the digest is Redis' name for it, not a matter of security."""
+        return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
+
+    def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
+        """Return the command that runs this script, on keys of one bucket in a Cluster."""
+        return Command(
+            (b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source, None
+        )
+
+
+def plain(*words: bytes, node: Any = None) -> Command:
+    """Return a command that is no script. Numbers are text: hiredis 3.5 may crash while it packs one."""
+    return Command(words, node=node)
+
+
+_LUA = Path(__file__).parent / "lua"
+_PART = (_LUA / "result_part.lua").read_bytes()
+#: Read now: a process may be forked while a thread reads one.
+SCRIPTS = {
+    file.stem: Script.of(file.read_bytes().replace(b"--include result_part.lua\n", _PART))
+    for file in _LUA.iterdir()
+    if file.suffix == ".lua"
+}
+
+
+class Link(Protocol):
+    """The way to a server, or to all servers of a Cluster. ``spans``: may one script touch keys of several buckets?"""
+
+    where: str
+    spans: bool
+
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
+        """Return the answer to each command: a ``ResponseError`` where the server refused it."""
+        ...
+
+    def nodes(self) -> Sequence[Any]:
+        """Return each node that has records, as commands name it; in an order that stays while the Cluster does."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+# -- one server --------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """One server, by redis-py's connections without its pool: the last one in is the first one out.
+
+    The pool asks the socket before each command whether it is still alive, takes locks and keeps metrics: more than
+    half of a verb's time. Here a dead connection is found by using it. And one that did not finish its exchange is
+    closed, for an exception out of a signal handler may strike between any two instructions::
+
+        task     takes connection 1 ── sends claim ── SoftTimeLimitExceeded
+        pool     takes connection 1 back, its answer unread
+        other    takes connection 1 ── sends settle ── reads the answer to the claim
+    """
+
+    spans = True
+
+    def __init__(self, pool: ConnectionPool, where: str) -> None:
+        self.where = where
+        self.endpoint = endpoint_of(pool)
+        self._pool = pool
+        self._idle: list[Any] = []
+        self._pid = os.getpid()
+
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
+        """Return the answer to each command, from another connection if the first was dead."""
+        packed = [b"".join(map(_packed, commands))]
+        try:
+            return self._exchange(self._take(), packed, len(commands))
+        except exceptions.ConnectionError as error:
+            if isinstance(error, _LOGIN_ERRORS):
+                raise
+            # It had closed an idle connection, is no longer the master, or is not there. Every verb may be sent twice:
+            # a claim names its attempt, a swap its write, and all others a token.
+            self.close()
+            return self._exchange(self._connect(), packed, len(commands))
+
+    def _exchange(self, connection: Any, packed: list[bytes], count: int) -> list[Reply]:
+        answers: list[Reply] = []
+        try:
+            connection.send_packed_command(packed, check_health=False)
+            for _ in range(count):
+                try:
+                    answer = connection.read_response()
+                except exceptions.ResponseError as error:
+                    if passing(error) == "READONLY":
+                        raise exceptions.ConnectionError(f"no master: {error}") from error
+                    answer = error
+                answers.append(answer)
+        except BaseException:
+            connection.disconnect()
+            raise
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.disconnect()
+        return answers
+
+    def _take(self) -> Any:
+        self._forget_after_fork()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connect()
+
+    def _connect(self) -> Any:
+        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        # Before the first command: where Sentinels have to be asked, that would go to localhost.
+        connection.connect()
+        return connection
+
+    def _forget_after_fork(self) -> None:
+        # A child has copies of its parent's sockets. redis-py closes them without shutting down the connection, which
+        # stays the parent's.
+        if self._pid != os.getpid():
+            self._idle, self._pid = [], os.getpid()
+
+    def nodes(self) -> Sequence[Any]:
+        """Return the only one."""
+        return (None,)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._forget_after_fork()
+        # One by one, each popped by one thread only: others may be taking and closing as well.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().disconnect()
+
+
+#: The start of a word of n bytes, ready made: formatting it takes longer than all the rest.
+_SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(1024)])
+
+
+def _packed(command: Command) -> bytes:
+    """Return a command as it goes over the wire, for a fraction of what redis-py's packer takes."""
+    words = command.words
+    try:
+        parts = [_SIZES[len(word)] + word for word in words]
+    except IndexError:  # a long one
+        parts = [b"\r\n$%d\r\n%b" % (len(word), word) for word in words]
+    return b"*%d%b\r\n" % (len(words), b"".join(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One database of one server, and who asks. Equal ones are the same; others may be the same, too."""
+
+    kind: type
+    address: tuple[object, ...]
+    db: int
+    #: User name, password, and the files of a client's certificate.
+    login: tuple[object, ...] = field(repr=False)
+
+
+#: With one of these arguments a connection may lead elsewhere, log in otherwise, or write other bytes.
+_UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
+
+
+def endpoint_of(pool: ConnectionPool) -> Endpoint | None:
+    """Return where the connections of this pool lead, ``None`` if that cannot be said."""
+    kind, given = pool.connection_class, pool.connection_kwargs
+    utf8 = str(given.get("encoding") or "utf-8").lower() in {"utf-8", "utf8"}
+    known = kind in (Connection, SSLConnection, UnixDomainSocketConnection)
+    if not (known and utf8) or any(given.get(name) for name in _UNKNOWN):
+        return None
+    address: tuple[object, ...] = (given.get("path"),)
+    if kind is not UnixDomainSocketConnection:
+        address = (given.get("host") or "localhost", int(given.get("port") or 6379))
+    login = ("username", "password", "ssl_certfile", "ssl_keyfile")
+    return Endpoint(
+        kind,
+        address,
+        int(given.get("db") or 0),
+        tuple(given.get(name) or None for name in login),
+    )
+
+
+# -- a Cluster ---------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """All nodes of a Cluster, by redis-py's client, which connects when it is made: at the first command."""
+
+    spans = False
+
+    def __init__(self, connect: Callable[[], RedisCluster], where: str) -> None:
+        self.where = where
+        self._connect = connect
+
+    @cached_property
+    def client(self) -> Any:
+        """redis-py's client."""
+        try:
+            return self._connect()
+        except _ERRORS as error:
+            raise trouble(error, self.where) from error
+
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
+        """Return the answer to each command, from whichever node serves it by now."""
+        if len(commands) > 1 and not any(command.node for command in commands):
+            with self.client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*_named(command))
+                answers: list[Reply] = pipeline.execute(raise_on_error=False)
+            return answers
+        return [self._ask(command) for command in commands]
+
+    def _ask(self, command: Command) -> Reply:
+        given = {"target_nodes": command.node} if command.node else {}
+        try:
+            return self.client.execute_command(*_named(command), **given)
+        except exceptions.ResponseError as error:
+            return error
+
+    def nodes(self) -> Sequence[Any]:
+        """Return the primaries."""
+        found: list[Any] = sorted(self.client.get_primaries(), key=lambda node: str(node.name))
+        return found
+
+    def close(self) -> None:
+        """Close the connections."""
+        if "client" in vars(self):
+            self.client.close()
+
+
+def _named(command: Command) -> tuple[str | bytes, ...]:
+    """Return the words with the name of the command as text, by which redis-py knows where its keys are."""
+    return (command.words[0].decode(), *command.words[1:])
+
+
+# -- for all of them ---------------------------------------------------------------------------------------------------
+
+
+def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
+    """Return the answer to each command, giving the server the scripts that it does not know.
+
+    Raises :exc:`StoreUnavailable` or :exc:`StoreMisconfigured` for whatever else goes wrong.
+    """
+    if not commands:
+        return []
+    try:
+        answers = link.exchange(commands)
+        unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
+        if unknown:
+            repeated = link.exchange([commands[n].with_source() for n in unknown])
+            for n, answer in zip(unknown, repeated, strict=True):
+                answers[n] = answer
+    except _ERRORS as error:
+        raise trouble(error, link.where) from error
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise trouble(answer, link.where) from answer
+    return answers
+
+
+def _refusal_behind(error: Exception) -> Exception:
+    """Return the refusal that redis-py's client of a Cluster met when it asked a node for the slots, if it did."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (exceptions.ResponseError, *_LOGIN_ERRORS)):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def passing(answer: object) -> str:
+    """Return Redis' word for a refusal that another try may better, for any other answer ``""``."""
+    if not isinstance(answer, exceptions.RedisError):
+        return ""
+    for kind, word in _PASSING_ERRORS.items():
+        if isinstance(answer, kind):
+            return word
+    if not isinstance(answer, exceptions.ResponseError):
+        return ""
+    found = _PASSING.search(str(answer))
+    return found[1] if found else ""
+
+
+def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
+    """Return the store's error for one of redis-py: StoreUnavailable if another try may help."""
+    if isinstance(error, exceptions.RedisClusterException):
+        error = _refusal_behind(error)
+    text = str(error).rstrip(".")
+    if isinstance(error, _LOGIN_ERRORS):
+        return StoreMisconfigured(f"{where} refused us: {text}. Check user and password.")
+    if isinstance(error, _SILENT):
+        return StoreUnavailable(f"{where} did not answer: {error}")
+    # Within a script Redis has other words for it.
+    if isinstance(error, exceptions.NoPermissionError) or "can't run this command" in text:
+        return StoreMisconfigured(f"{where} refused us: {text}. Give the user the rights.")
+    if passing(error):
+        return StoreUnavailable(f"{where} cannot serve us at the moment: {error}")
+    return StoreMisconfigured(f"{where} answered: {error}")
+
+
+def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
+    """Return pairs: RESP2 answers with a flat list, RESP3 and redis-py's client of a Cluster with a map or pairs."""
+    if isinstance(reply, Mapping):
+        return list(reply.items())
+    if reply and isinstance(reply[0], (list, tuple)):
+        return [(first, second) for first, second in reply]
+    return list(zip(reply[::2], reply[1::2], strict=True))
+
+
+#: No script looks into more indexes than this: Redis serves nobody else meanwhile.
+_PER_SCRIPT = 256
+
+
+def ask_indexes(
+    link: Link, name: str, indexes: Sequence[bytes], *args: bytes
+) -> list[tuple[bytes, Reply]]:
+    """Run a script that looks into many indexes; return those of which it tells something, and what."""
+    while True:
+        groups = list(in_steps(indexes, _PER_SCRIPT if link.spans else 1))
+        try:
+            answers = exchange(link, [SCRIPTS[name].call(group, *args) for group in groups])
+        except StoreMisconfigured as error:
+            if not (link.spans and isinstance(error.__cause__, exceptions.ClusterCrossSlotError)):
+                raise
+            # A Cluster behind one address: its scripts have one bucket each, as in any Cluster.
+            link.spans = False
+            continue
+        return [
+            (group[place - 1], told)
+            for group, answer in zip(groups, answers, strict=True)
+            for place, told in answer
+        ]
+
+
+def now_ms(link: Link) -> int:
+    """Return the time by the clock of one server."""
+    ((seconds, micros),) = exchange(link, (plain(b"TIME", node=link.nodes()[0]),))
+    return int(seconds) * 1000 + int(micros) // 1000
+
+
+class Servers(Store):
+    """What every part of a Redis store works with: the way to its servers, and the names of its keys there."""
+
+    def __init__(self, link: Link, keys: Keyspace) -> None:
+        self._link = link
+        self._keys = keys
+
+    def now_ms(self) -> int:
+        """Return the time by the clock of one server."""
+        return now_ms(self._link)
+
+    def facts(self) -> Sequence[ServerFacts]:
+        """Ask each server what concerns its records: version, eviction, persistence."""
+        return [_facts_of(self._link, node) for node in self._link.nodes()]
+
+    def missing_rights(self) -> Sequence[str]:
+        """Return the commands that a worker needs and this user may not run; Redis 6 cannot be asked."""
+        # In a Cluster each server has its own users: some buckets of most of them.
+        buckets = (0,) if self._link.spans else range(0, BUCKETS, 32)
+        rights = [SCRIPTS["rights"].call((self._keys.leases(each),)) for each in buckets]
+        return sorted({each.decode() for missing in self._exchange(*rights) for each in missing})
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._link.close()
+
+    def _exchange(self, *commands: Command) -> list[Reply]:
+        return exchange(self._link, commands)
+
+
+def in_steps(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield the items, so many at a time."""
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def _facts_of(link: Link, node: Any) -> ServerFacts:
+    """Read what a server says of itself in INFO.
+
+    Valkey says ``redis_version:7.2.4`` as well, for clients that know no Valkey: its own version is in another line.
+    """
+    (answer,) = exchange(link, (plain(b"INFO", node=node),))
+    if isinstance(answer, bytes):
+        lines = [
+            line.partition(":")
+            for line in answer.decode(errors="replace").splitlines()
+            if ":" in line
+        ]
+        said: Mapping[str, str] = {word: what.strip() for word, _, what in lines}
+    else:
+        said = {word: str(what) for word, what in answer.items()}  # read by redis-py's client
+    valkey = said.get("valkey_version") or said.get("server_version")
+    if said.get("server_name") == "valkey" and valkey:
+        kind, version = "Valkey", valkey
+    else:
+        kind, version = "Redis", said.get("redis_version", "0")
+    persistent: bool | None = True
+    if said.get("aof_enabled") != "1":
+        persistent = _saves(link, node)
+    return ServerFacts(
+        kind=kind,
+        version=version,
+        eviction=said.get("maxmemory_policy", "unknown"),
+        persistent=persistent,
+    )
+
+
+def _saves(link: Link, node: Any) -> bool | None:
+    """Does the server save snapshots? ``None``: it does not say (hosted servers often refuse ``CONFIG``)."""
+    try:
+        (answer,) = link.exchange((plain(b"CONFIG", b"GET", b"save", node=node),))
+    except _ERRORS:
+        return None
+    if isinstance(answer, Exception) or not answer:
+        return None
+    return any(value for _, value in pairs(answer))

@@ -1,0 +1,185 @@
+"""A stored record says all that the record says, in few bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.stores.deciding import StoredRecord
+from celery_idempotent.stores.redis.format import HEAD, pack, pack_tail, unpack
+from celery_idempotent.stores.values import unpack_value
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+identity = Identity(namespace="charge", key="order-17")
+values = st.builds(
+    Stored,
+    content_type=st.sampled_from(["application/json", "application/data", ""]) | texts,
+    content_encoding=st.sampled_from(["utf-8", "binary", ""]) | texts,
+    body=st.binary(max_size=300),
+)
+milliseconds = st.integers(0, 2**48 - 1)
+common = {
+    "identity": st.just(identity),
+    "token": st.integers(0, 2**53),
+    "created_ms": milliseconds,
+    "updated_ms": milliseconds,
+    "crashes": st.integers(0, 65_535),
+    "attempts": st.integers(0, 65_535),
+    "fingerprint": st.none() | st.binary(min_size=16, max_size=16),
+    "task_id": st.uuids().map(str) | st.uuids().map(lambda u: str(u).upper()) | texts,
+    "swept": st.booleans(),
+    "note": texts,
+}
+settled = st.builds(
+    Record,
+    state=st.sampled_from([State.COMPLETED, State.FAILED]),
+    value=st.none() | values,
+    replaced=st.booleans(),
+    delivered=st.booleans(),
+    **common,
+)
+live = st.builds(
+    Record,
+    state=st.sampled_from([State.QUEUED, State.PROCESSING, State.INTERRUPTED]),
+    deadline_ms=st.none() | st.integers(1, 2**48),
+    worker=texts,
+    reserved=st.booleans(),
+    uncommitted=st.booleans(),
+    on_stale=st.sampled_from(["interrupt", "fail", "requeue"]),
+    message=st.none() | st.binary(max_size=300),
+    steps=st.lists(st.tuples(texts, values), max_size=3).map(tuple),
+    **common,
+)
+stored = st.builds(
+    StoredRecord,
+    record=settled | live,
+    expires_ms=st.just(0),
+    attempt=st.just(b"") | st.binary(min_size=8, max_size=8).filter(any),
+    requeues=st.integers(0, 20),
+)
+
+
+def packed(record: Record) -> bytes:
+    return pack(StoredRecord(record, 0), b"\1\2\3\4")
+
+
+@given(stored)
+def test_a_record_comes_back(each: StoredRecord):
+    assert unpack(identity, pack(each, b"\1\2\3\4")) == each
+
+
+@given(stored, st.integers(300, 2048))
+def test_a_summary_is_all_but_value_message_and_steps(each: StoredRecord, size: int):
+    record = unpack(identity, pack(each, b"\1\2\3\4")[:size], summary=True).record
+    wanted = dataclasses.replace(each.record, value=None, message=None, steps=())
+    cut = b"\n" not in pack(each, b"\1\2\3\4")[HEAD.size : size]
+    if cut and not each.record.steps:
+        wanted = dataclasses.replace(record, state=each.record.state, token=each.record.token)
+    assert record == wanted
+
+
+def test_a_summary_of_many_steps_has_what_comes_before_them():
+    steps = tuple((f"step {n}", COMPLETED.value) for n in range(100))
+    record = dataclasses.replace(
+        COMPLETED, state=State.PROCESSING, value=None, steps=steps, worker="w", note='"steps":'
+    )
+    found = unpack(identity, packed(record)[:2048], summary=True).record
+    assert found == dataclasses.replace(record, steps=())
+
+
+COMPLETED = Record(
+    identity=identity,
+    state=State.COMPLETED,
+    token=1,
+    created_ms=2,
+    updated_ms=3,
+    fingerprint=bytes(16),
+    task_id=str(uuid.UUID(int=4)),
+    value=Stored(content_type="application/json", content_encoding="utf-8", body=b"x" * 100),
+)
+
+
+def test_a_result_of_100_bytes_takes_84_more():
+    assert len(packed(COMPLETED)) == 184
+
+
+def test_counts_stay_where_they_end():
+    many = dataclasses.replace(COMPLETED, crashes=70_000, attempts=70_000)
+    found = unpack(identity, packed(many)).record
+    assert (found.crashes, found.attempts) == (65_535, 65_535)
+
+
+def test_a_field_of_a_newer_version_is_left_out():
+    head, _, rest = packed(COMPLETED).partition(b"\n")
+    assert unpack(identity, head + b'{"later":1}\n' + rest).record == COMPLETED
+
+
+@pytest.mark.parametrize("wrong", [{"attempt": b"short"}, {"fingerprint": bytes(32)}])
+def test_what_would_not_fit_the_head_is_refused(wrong):
+    fields = {"task_id": "", "fingerprint": wrong.pop("fingerprint", None)}
+    with pytest.raises(ValueError, match="bytes"):
+        pack_tail(fields, **wrong)
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        b"S" + packed(COMPLETED)[1:],
+        b"C\2" + packed(COMPLETED)[2:],
+        b"",
+        b"C",
+        packed(COMPLETED)[: HEAD.size],
+        packed(COMPLETED)[: HEAD.size] + b"{]\n",
+    ],
+)
+def test_what_a_newer_version_wrote_is_told_so(newer):
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        unpack(identity, newer)
+
+
+def readable(damaged: bytes) -> Record | None:
+    """Return the record, ``None`` where one is told that it cannot be read."""
+    try:
+        return unpack(identity, damaged).record
+    except StoreMisconfigured:
+        return None
+
+
+def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
+    """Cut anywhere, and with any byte another: whoever looks at it knows what to expect."""
+    value = Stored(content_type="x/y", content_encoding="z", body=b"{}")
+    whole = packed(dataclasses.replace(COMPLETED, value=value, task_id="t"))
+    running = packed(
+        dataclasses.replace(
+            COMPLETED, state=State.PROCESSING, value=None, message=b"m", steps=(("s", value),)
+        )
+    )
+    damaged = [record[:end] for record in (whole, running) for end in range(len(record))]
+    damaged += [
+        record[:at] + bytes((byte,)) + record[at + 1 :]
+        for record in (whole, running)
+        for at in range(len(record))
+        for byte in (0, 1, 0x7F, 0x80, 0xFF)
+    ]
+    read = [record for record in map(readable, damaged) if record is not None]
+    assert 0 < len(read) < len(damaged)
+    for record in read:
+        assert record.created_at.year >= 1970
+        assert record.updated_at.year >= 1970
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x00\x01\xff\x00\x00"])
+def test_a_value_that_is_damaged_is_refused(content):
+    with pytest.raises(StoreMisconfigured, match="damaged"):
+        unpack_value(content, 0)
+
+
+def test_a_value_in_a_form_of_a_newer_version_is_refused():
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        unpack_value(bytes((99,)) + b"body", 0)
