@@ -28,8 +28,8 @@ from celery_idempotent.errors import (
     InvalidOption,
 )
 from celery_idempotent.events import Reporter
-from celery_idempotent.keys.identified import Identified
 from celery_idempotent.keys.rules import Identifier
+from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.policy import (
     Policy,

@@ -41,8 +41,7 @@ from celery_idempotent.errors import (
 )
 from celery_idempotent.events import worker_name
 from celery_idempotent.keys import stamp
-from celery_idempotent.keys.identified import Identified
-from celery_idempotent.keys.stamp import as_mapping
+from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
 from celery_idempotent.protocol.run import PROTOCOL, Run, execute, execute_unguarded

@@ -27,8 +27,7 @@ from celery_idempotent.celery.reserving import SendCall, lost_after_ms, reserve_
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.keys import stamp
-from celery_idempotent.keys.identified import Identified
-from celery_idempotent.keys.stamp import as_mapping
+from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol.run import Run, give_back, run_in_progress
 
 if TYPE_CHECKING:

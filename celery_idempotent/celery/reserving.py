@@ -22,8 +22,7 @@ from celery_idempotent.celery.definition import DefinedTask, Definition
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.events import Line
-from celery_idempotent.keys.identified import Identified
-from celery_idempotent.keys.stamp import read_stamp, with_stamp
+from celery_idempotent.keys.stamp import Identified, read_stamp, with_stamp
 from celery_idempotent.records import (
     Held,
     Mismatched,

@@ -32,7 +32,7 @@ from celery_idempotent.keys.fingerprints import (
     fingerprint_of,
     form,
 )
-from celery_idempotent.keys.identified import MAX_CHARS, Identified, is_text
+from celery_idempotent.keys.stamp import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')

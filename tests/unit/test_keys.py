@@ -29,9 +29,8 @@ from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.keys import fingerprints
 from celery_idempotent.keys.arguments import ALL_ARGUMENTS, Parameters, compile_rule
 from celery_idempotent.keys.fingerprints import MAX_DEPTH
-from celery_idempotent.keys.identified import Identified
 from celery_idempotent.keys.rules import Identifier, canonical, task_id_key
-from celery_idempotent.keys.stamp import read_stamp
+from celery_idempotent.keys.stamp import Identified, read_stamp
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 from tests.support.pydantic_tasks import make_pydantic_task
 

@@ -11,7 +11,7 @@ from django import forms
 from celery_idempotent.celery.operations import LONGEST_REASON, Operation
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys.identified import MAX_CHARS
+from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.operations.acting import SeenRecord, may_repeat
 from celery_idempotent.operations.finding import (
     namespace_of,

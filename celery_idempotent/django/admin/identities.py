@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from celery_idempotent.keys.identified import MAX_CHARS
+from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
 #: Three texts of so many characters, each escaped with up to 12, and what is around them.

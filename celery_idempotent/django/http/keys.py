@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys.identified import MAX_CHARS
 from celery_idempotent.keys.rules import canonical, excess
+from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:

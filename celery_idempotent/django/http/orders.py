@@ -22,8 +22,7 @@ from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.outbox.payload import SENDER_OPTIONS, absolute
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.keys.identified import Identified
-from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER
+from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER, Identified
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import Store, get_store
 

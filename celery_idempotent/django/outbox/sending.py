@@ -29,7 +29,7 @@ from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.broker import confirming, is_unreachable
 from celery_idempotent.django.outbox.payload import load
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.keys.identified import MAX_CHARS
+from celery_idempotent.keys.stamp import MAX_CHARS
 
 if TYPE_CHECKING:
     from celery import Celery

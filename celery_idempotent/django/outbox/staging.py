@@ -32,8 +32,7 @@ from celery_idempotent.django.outbox.models import OutboxMessage
 from celery_idempotent.django.outbox.payload import Payload, absolute, dump
 from celery_idempotent.django.outbox.sending import name_of, send_after_commit
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
-from celery_idempotent.keys.identified import MAX_CHARS, Identified
-from celery_idempotent.keys.stamp import as_mapping, stamp_of
+from celery_idempotent.keys.stamp import MAX_CHARS, Identified, as_mapping, stamp_of
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
