@@ -78,12 +78,17 @@ def publish(
         InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
-    intercept = take_interceptor()
-    retrying = _retrying_run(task, definition, options)
+    intercept = take_interceptor() if outbox_interceptor.get() is not None else None
+    retrying = _retrying_run(task, definition, options) if options.get("retries") else None
     # Before stamp_call() adds a task id: one that is there already was chosen by the caller.
-    may_reserve = retrying is None and _may_reserve(task, definition, options)
+    may_reserve = (
+        definition.policy.publish_once
+        and retrying is None
+        and _may_reserve(task, definition, options)
+    )
     identified = stamp_call(definition, args, kwargs, options, retrying)
-    give_ids_to_callbacks(task.app, options)
+    if options.get("link") or options.get("link_error"):
+        give_ids_to_callbacks(task.app, options)
     if chain := options.get("chain"):
         run = options["task_id"] = options.get("task_id") or uuid()
         options["chain"] = [chains.with_run(task.app, chain[0], run), *chain[1:]]
@@ -119,10 +124,13 @@ def stamp_call(
     ``eager``: the call runs here and now. Where its task id would be the key it gets a random one, because Celery gives
     all steps of an eager chain the same task id.
     """
-    headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
+    headers, task_id = options.get("headers") or {}, options.get("task_id")
     key, scope = take_key(options)
     given = key is not None or scope is not None
-    in_headers = stamp.read_stamp(headers, task_id)
+    in_headers: Mapping[str, object] = {}
+    if headers:
+        headers = as_mapping(headers)
+        in_headers = stamp.read_stamp(headers, task_id)
     if "key" in in_headers and not given:
         return None
     if retrying is not None and not given:
@@ -175,8 +183,7 @@ def _may_reserve(task: DefinedTask, definition: Definition, options: Options) ->
     So it may not where this call must have its own task id: the caller chose that, or a canvas waits for it.
     """
     return (
-        definition.policy.publish_once
-        and definition.policy.mode == "enforce"
+        definition.policy.mode == "enforce"
         and options.get("task_id") is None
         and not task.app.conf.task_always_eager
         and not any(options.get(name) is not None for name in _NEED_OWN_TASK_ID)

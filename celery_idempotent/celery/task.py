@@ -105,7 +105,7 @@ class IdempotentTask(RecordMethods):
         Raises:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         """
-        definition = self.idempotency_definition()
+        definition = self._active or self.idempotency_definition()
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
         send: publishing.Send = super().apply_async

@@ -76,14 +76,18 @@ def with_stamp(
     The stamp takes in what publishers set in headers of their own, the identity, and ``more``. The raw headers are
     removed: they name no task id, so a copy of them on another message would count there.
     """
-    said = read_stamp(headers, task_id)
+    said = read_stamp(headers, task_id) if headers else {}
     if identified is not None:
         if said:
             for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS):
                 said.pop(word, None)
         said |= identified.to_header()
-    rest = {name: value for name, value in headers.items() if name not in RAW}
-    return {**rest, STAMP_HEADER: {**said, **(more or {}), "id": task_id}}
+    if more:
+        said |= more
+    stamped: dict[str, object] = {STAMP_HEADER: {**said, "id": task_id}}
+    if headers:
+        stamped = {**{name: each for name, each in headers.items() if name not in RAW}, **stamped}
+    return stamped
 
 
 def message_id(said: Mapping[str, object], task_id: str) -> str:
