@@ -46,8 +46,9 @@ _GOALS = {
     ("worker", "by_argument"): 1.04,
     ("worker", "by_argument_ignore"): 1.05,
     ("worker", "again"): 1.0,
-    ("publish", "by_task_id"): 1.02,
-    ("publish", "by_argument"): 1.02,
+    ("publish", "by_task_id"): 1.01,
+    ("publish", "by_argument"): 1.05,
+    ("publish", "by_webhook"): 1.10,
 }
 _LABELS = {
     "plain_webhook": "celery.Task, 1 kB of arguments",
