@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from celery_idempotent.celery.request import Request
+from celery_idempotent.celery.worker import Request
 
 __all__ = ["Request"]

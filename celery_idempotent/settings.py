@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from celery import Celery
+
+
+#: What the names of our settings, and of a task's options, begin with.
+PREFIX: Final = "idempotency_"
 
 
 def real_app(app: Celery) -> Celery:
@@ -37,3 +42,35 @@ def milliseconds(value: object) -> int:
     if not math.isfinite(seconds) or seconds < 0 or seconds > 10 * 365 * 86_400:
         raise ValueError("must be a time between 0 and ten years")
     return math.ceil(seconds * 1000)
+
+
+def own_settings(app: Celery) -> list[str]:
+    """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
+    conf = loaded(app)
+    prefix = (getattr(conf, "prefix", None) or "").lower()
+    found = []
+    for mapping in _set_by_user(conf):
+        for name in map(str, list(mapping.keys())):
+            if prefix and name.lower().startswith(prefix + PREFIX):
+                found.append(name.lower().removeprefix(prefix))
+            elif name.startswith(PREFIX):
+                found.append(name)
+    return found
+
+
+def is_explicit(app: Celery, name: str) -> bool:
+    """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
+    conf = loaded(app)
+    maps = _set_by_user(conf)
+    if not maps:
+        return False
+    spellings = [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+    # Celery < 5.7 has the old names in a mapping of their own.
+    spellings += [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
+    keys = [conf._key(key) for key in spellings]  # noqa: SLF001
+    return any(key in mapping for mapping in maps for key in keys)
+
+
+def _set_by_user(conf: object) -> list[Mapping[str, object]]:
+    """Return all layers of the settings but the last, which holds Celery's defaults."""
+    return list(getattr(conf, "maps", ()))[:-1]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from celery.app.routes import Router
 
 from celery_idempotent.celery.definition import Definition
-from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.celery.registry import has_loaded_tasks, load_tasks
 from celery_idempotent.celery.republish import redelivery_timeout
+from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.errors import (
     IdempotencyError,
     InvalidOption,

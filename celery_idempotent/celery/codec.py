@@ -14,7 +14,7 @@ from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.claim import STEP_BYTES
-from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Stored
 from celery_idempotent.serializers import (
     NotStored,

@@ -31,12 +31,8 @@ from celery_idempotent.events import Reporter
 from celery_idempotent.keys.rules import Identifier
 from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol import unfinished
-from celery_idempotent.protocol.policy import (
-    Policy,
-    own_settings,
-    read_task_options,
-    refuse_unknown_settings,
-)
+from celery_idempotent.protocol.options import Policy, read_task_options, refuse_unknown_settings
+from celery_idempotent.settings import own_settings
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

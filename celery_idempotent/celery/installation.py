@@ -1,20 +1,93 @@
-"""Changes to Celery outside of this library: receivers of signals once per process, a sweep once per app.
+"""What the library adds to Celery: receivers of its signals, once per process, and a sweep, once per app.
 
 Importing the library changes nothing; the first idempotent task of an app does. docs/differences.md lists all of it.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-from celery import signals
+from celery import signals as celery_signals
 
-from celery_idempotent.celery import callbacks, reaper, receivers
+from celery_idempotent.celery import callbacks, sweep
+from celery_idempotent.celery.registry import has_tasks
+from celery_idempotent.events import counters
+from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.worker import WorkController
+    from celery.worker.consumer import Consumer
+
+#: How often the pool looks after its children, in seconds.
+WATCH = 1.0
+
+
+def make_store(sender: WorkController, **_: object) -> None:
+    """Make the store before the pool's processes are forked: they inherit its modules, and import none of them.
+
+    They inherit the pool's hard time limit as well, which may be an option of the command line.
+
+    Raises:
+        SystemExit: if no task could run: the worker would take messages, and get rid of them.
+    """
+    from celery_idempotent.celery import delivery
+    from celery_idempotent.celery.checks import check_or_raise
+
+    limit = sender.time_limit  # type: ignore[attr-defined]  # Celery has it
+    delivery.pool_time_limits[real_app(sender.app)] = limit
+    try:
+        check_or_raise(sender.app)
+    except Exception as error:
+        raise SystemExit(f"idempotency: this worker does not start: {error}") from error
+
+
+def check_setup(sender: Consumer, **_: object) -> None:
+    """Let the checks look at how the worker is set up."""
+    if has_tasks(sender.app):
+        from celery_idempotent.celery.checks import check_in_thread
+
+        check_in_thread(sender.app)
+
+
+def watch_children(sender: Consumer, **_: object) -> None:
+    """Have the pool look after its children every second.
+
+    The pool itself looks when a child's pipe closes, and every five seconds. That is late for a short lease::
+
+        child   SIGKILL ─ its pipe closes ─ becomes a zombie
+        pool                 looks: still alive ──────────────────── 5 s ─ looks: dead
+        lease                          runs out after 3 s, unnoticed
+    """
+    hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
+    if (
+        hub is not None
+        and has_tasks(sender.app)
+        and hasattr(getattr(pool, "_pool", None), "maintain_pool")
+    ):
+        _watch(sender)
+
+
+def _watch(consumer: Any, before: Any = None) -> None:
+    """Set the timer; and again after the worker has lost its broker, when Celery < 5.7 loses its timers."""
+    if before is not None:
+        before.cancel()
+    timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001
+    # Celery calls it when the consumer is ready, once.
+    consumer.init_callback = partial(_watch, before=timer)
+
+
+def write_counters(**_: object) -> None:
+    """Write what a process of the pool counted before it ends; nothing if no idempotent task ran in it."""
+    counters.write()
+
+
+def end_heartbeat(sender: WorkController, **_: object) -> None:
+    """End the heartbeat's thread with the worker: in a test the process lives on."""
+    if has_tasks(sender.app):
+        heartbeat.finish()
 
 
 def install_tasks(app: Celery) -> None:
@@ -24,20 +97,20 @@ def install_tasks(app: Celery) -> None:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
     """
     _connect_receivers()
-    reaper.install_sweep(real_app(app))
+    sweep.install_sweep(real_app(app))
 
 
 @cache
 def _connect_receivers() -> None:
     """Connect everything that listens to Celery; each acts on an app with idempotent tasks alone."""
     for signal, receiver in (
-        (signals.worker_init, receivers.make_store),
-        (signals.worker_ready, receivers.check_setup),
-        (signals.worker_ready, receivers.watch_children),
-        (signals.worker_process_shutdown, receivers.write_counters),
-        (signals.worker_shutdown, receivers.end_heartbeat),
-        (signals.task_success, callbacks.mark_success),
-        (signals.task_failure, callbacks.mark_failure),
+        (celery_signals.worker_init, make_store),
+        (celery_signals.worker_ready, check_setup),
+        (celery_signals.worker_ready, watch_children),
+        (celery_signals.worker_process_shutdown, write_counters),
+        (celery_signals.worker_shutdown, end_heartbeat),
+        (celery_signals.task_success, callbacks.mark_success),
+        (celery_signals.task_failure, callbacks.mark_failure),
     ):
         uid = f"celery_idempotent.{receiver.__name__}"
         signal.connect(receiver, weak=False, dispatch_uid=uid)

@@ -24,11 +24,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.celery import reaper, settling
+from celery_idempotent.celery import sweep
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.events import Details, Line, printable, worker_name
-from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
@@ -124,13 +124,13 @@ class Operator:
             case "fail":
                 state = State.FAILED
                 error = FailedByOperator(f"{identity} was settled as failed by an operator.")
-                done = settling.fail_record(self.app, self.store, record, error, note=note)
+                done = sweep.fail_record(self.app, self.store, record, error, note=note)
             case "requeue":
                 return self._requeue(record)
         if not done:
             return Outcome.CHANGED
         about: Details = {**self._about, "state": state, "error": error}
-        reaper.report_record(self.app, self.store, outcome, record, **about)
+        sweep.report_record(self.app, self.store, outcome, record, **about)
         return Outcome.DONE
 
     def _complete(self, record: Record) -> bool:
@@ -144,18 +144,18 @@ class Operator:
             restore=False,
             note=self.note,
         )
-        return settling.end_record(self.store, end)
+        return sweep.end_record(self.store, end)
 
     def _requeue(self, record: Record) -> Outcome:
         # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
         queued = self.store.requeue(
-            record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token, note=self.note
+            record.identity, deadline_ms=sweep.REQUEUE_MS, token=record.token, note=self.note
         )
         # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
         queued = queued or self._as_done(record, State.QUEUED)
         if queued is None:
             return Outcome.CHANGED
-        sent = reaper.send_again(self.app, self.store, queued, **self._about)
+        sent = sweep.send_again(self.app, self.store, queued, **self._about)
         return Outcome.DONE if sent else Outcome.UNSENT
 
     def _as_done(self, seen: Record, then: State | None) -> Record | None:

@@ -57,19 +57,24 @@ def find_task(app: Celery, namespace: str, *, load: bool = False) -> DefinedTask
 
     ``load``: import the app's tasks if it is none of those that this process knows already.
     """
-    for task, definition in idempotent_tasks(app):
-        if definition.identifier.namespace == namespace:
-            return task
-    if not load:
-        return None
-    load_tasks(app)
-    return find_task(app, namespace)
+    found = _find(app, namespace, load=load)
+    return None if found is None else found[0]
 
 
 def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definition | None:
     """Return the definition of the task that :func:`find_task` finds, also if it is switched off."""
-    task = find_task(app, namespace, load=load)
-    return None if task is None else task._definition  # noqa: SLF001  it is found by it
+    found = _find(app, namespace, load=load)
+    return None if found is None else found[1]
+
+
+def _find(app: Celery, namespace: str, *, load: bool) -> tuple[DefinedTask, Definition] | None:
+    for task, definition in idempotent_tasks(app):
+        if definition.identifier.namespace == namespace:
+            return task, definition
+    if not load:
+        return None
+    load_tasks(app)
+    return _find(app, namespace, load=False)
 
 
 def load_tasks(app: Celery) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_idempotent.celery.typed import AnyBackend
-    from celery_idempotent.protocol.policy import Policy
+    from celery_idempotent.protocol.options import Policy
     from celery_idempotent.protocol.shield import Shield
 
 logger = logging.getLogger(__name__)

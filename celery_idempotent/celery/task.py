@@ -15,9 +15,8 @@ from celery_idempotent.celery.record_methods import RecordMethods
 from celery_idempotent.celery.typed import Result, Sig
 from celery_idempotent.errors import FingerprintMismatch, InProgress, InvalidOption
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
-from celery_idempotent.protocol.policy import PREFIX, is_explicit
 from celery_idempotent.protocol.run import OnCommit, give_back, run_in_progress, unguarded
-from celery_idempotent.settings import real_app
+from celery_idempotent.settings import PREFIX, is_explicit, real_app
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -40,7 +39,7 @@ class IdempotentTask(RecordMethods):
     # Not set: bind() does, unless the app has a setting.
     acks_late: bool = None  # type: ignore[assignment]
     reject_on_worker_lost: bool | None = None
-    Request = "celery_idempotent.celery.request:Request"
+    Request = "celery_idempotent.celery.worker:Request"
 
     #: The acknowledgement options that the task does not set itself.
     _open: tuple[str, ...]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.cli import output
 from celery_idempotent.cli.options import json_option, selection_of, selection_options
 from celery_idempotent.cli.session import Session, command

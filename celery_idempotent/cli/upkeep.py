@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from celery_idempotent.celery.checks import check
-from celery_idempotent.celery.reaper import sweep
+from celery_idempotent.celery.sweep import sweep
 from celery_idempotent.cli.options import json_option
 from celery_idempotent.cli.output import Progress, note, paragraph, write_json
 from celery_idempotent.cli.session import (

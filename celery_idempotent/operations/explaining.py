@@ -14,7 +14,7 @@ from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import moment
-from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Record, State
 
 if TYPE_CHECKING:

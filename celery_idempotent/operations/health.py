@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.reaper import sweep_interval
+from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Stats

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Record, Stored
 from celery_idempotent.serializers import LARGEST
 

@@ -18,7 +18,7 @@ from celery_idempotent.errors import IdempotencyError, LeaseLost, StoreUnavailab
 from celery_idempotent.records import Identity, Record, Renewal, Stored
 
 if TYPE_CHECKING:
-    from celery_idempotent.protocol.policy import Policy
+    from celery_idempotent.protocol.options import Policy
     from celery_idempotent.stores.base import Store, Transaction
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ With a lease of 60 seconds::
     41 s   renew               the lease ends at 101 s
 
 A store that does not answer says nothing about the claim, so the renewal is repeated. A store that refuses does: a
-newer claim has the key, a sweep or an operator took it, or the record is gone. The claim becomes LOST. Its run goes on,
+newer claim has the key, a sweep or an operator took it, or the record is gone. The claim is lost. Its run goes on,
 because a thread cannot be stopped from outside; its result is stored only if there is no newer claim.
 """
 
@@ -19,7 +19,6 @@ import atexit
 import logging
 import os
 import time
-import weakref
 from collections import defaultdict
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -45,23 +44,26 @@ LINGER = 10.0
 #: A worker or a process that ends waits so long for the last counts to be written, in seconds.
 EXIT_TIMEOUT = 2.0
 
+_NEVER = float("inf")
+
 
 class Heartbeat:
     """Renews every claim of this process at a third of its lease, from one daemon thread.
 
-    The thread starts with the first claim. It looks at the claims whenever a third of the shortest lease seen so far
-    has passed, and at least every ``TICK`` seconds; a later claim wakes it only if that must be renewed earlier. So a
-    task shorter than a third of its lease costs no renewal. The thread also writes what the process counted, and a
+    A run adds itself to a dict, and wakes the thread only if its lease is to be renewed before the thread would look:
+    a task shorter than a third of its lease costs no renewal, no lock and no wake-up. No lock is needed, because each
+    side writes first and reads then::
+
+        run       _due[run] = 20 s ──▶ reads _looks_at
+        thread    _looks_at = 25 s ──▶ reads _due         one of the two sees the other
+
+    ``_looks_at`` is never while the thread is busy, or not there; else it is at most a third of the shortest lease
+    away, so that a run with such a lease need not wake it. The thread also writes what the process counted, and a
     publisher has it for that alone. It ends when there was nothing to do for a while, or when :meth:`finish` asks for
     that, and starts again with the next claim. A forked child starts anew, without the parent's claims.
 
-    A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
-    ``Thread.start``, which then leave their locks taken. So what a run calls here uses only locks and functions written
-    in C, and no :class:`threading.Thread`. A run may also end without calling :meth:`remove`: so the heartbeat has weak
-    references only, and does not renew a claim whose run is gone. The thread is not in ``threading.enumerate()``, where
-    test suites look for threads that a test left behind: it ends by itself.
-
-    The thread sleeps on a lock, its bell, and to wake it is to release that. Where gevent or eventlet has patched
+    The thread sleeps on a lock, its bell, and to wake it is to release that. It is not in ``threading.enumerate()``,
+    where test suites look for threads that a test left behind: it ends by itself. Where gevent or eventlet has patched
     ``threading`` the thread is a greenlet, which renews while the runs let it: its bell must then be a lock of theirs,
     or it would wait with the whole process. So the bell is made with the thread, however early this module was
     imported; and under the other lock nothing is done that could switch greenlets.
@@ -75,32 +77,32 @@ class Heartbeat:
     def _forget(self) -> None:
         self._lock = _thread.allocate_lock()
         self._bell = _thread.allocate_lock()  # free: rung
-        self._due: dict[weakref.ref[Claim], float] = {}
+        self._due: dict[Claim, float] = {}
+        self._looks_at = self._tick = _NEVER
         self._started = counters.has_writer = False
-        self._used = False
         self._finishing: list[_thread.LockType] = []
-        self._tick = float("inf")
-        self._next = float("inf")
 
     def add(self, claim: Claim) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
         interval = claim.policy.lease_ms / 3000
-        due = claim.renewed_at + interval
-        with self._lock:
-            self._used = True
-            self._due[weakref.ref(claim)] = due
-            self._tick = min(self._tick, interval)
-            if not self._started:
-                self._start()
-            early = due < self._next
-        if early:
+        self._due[claim] = due = claim.renewed_at + interval
+        if interval < self._tick:
+            self._tick = interval
+        if due < self._looks_at:
+            self.start()
             self._ring()
 
+    def remove(self, claim: Claim) -> None:
+        """Let ``claim`` go; a renewal under way may still end after this."""
+        self._due.pop(claim, None)
+
     def start(self) -> None:
-        """Let the thread work though there is nothing to renew: something was counted."""
+        """Let the thread work, if only because something was counted."""
         with self._lock:
             if not self._started:
-                self._start()
+                self._bell = _thread.allocate_lock()
+                _thread.start_new_thread(self._beat, ())
+                self._started = counters.has_writer = True
 
     def finish(self) -> None:
         """Let the thread write what was counted and end, unless it has claims to renew; wait for that a little.
@@ -116,115 +118,84 @@ class Heartbeat:
         self._ring()
         done.acquire(timeout=EXIT_TIMEOUT)
 
-    def remove(self, claim: Claim) -> None:
-        """Let ``claim`` go; a renewal under way may still end after this."""
-        with self._lock:
-            self._due.pop(weakref.ref(claim), None)
-
-    def _start(self) -> None:
-        self._bell = _thread.allocate_lock()
-        # In this order: if a time limit strikes between these two lines, a process may have two heartbeats, but never
-        # none.
-        _thread.start_new_thread(self._beat, ())
-        self._started = counters.has_writer = True
-
     def _ring(self) -> None:
         with suppress(RuntimeError):  # rung already
             self._bell.release()
 
     def _beat(self) -> None:
-        """Be the thread: renew what is due, write what was counted, sleep until the next lease is due; then end.
-
-        ::
-
-            look: which leases are due ─ renew them, one call a store ─ write the counters ─ sleep ─┐
-              ▲                                                                                     │
-              └─ a third of the shortest lease has passed, or the bell: a shorter lease, finish() ◀─┘
-        """
-        busy_at = time.monotonic()
-        over = False
-        while not over:
+        """Be the thread: renew what is due, write what was counted, sleep until the next lease is due; then end."""
+        idle_since = time.monotonic()
+        while True:
             with self._lock:
-                now = time.monotonic()
-                due = [known for known, at in self._due.items() if at <= now]
                 finishing, self._finishing = self._finishing, []
-                if self._due or self._used or not counters.empty:
-                    busy_at = now
-                self._used = False
-            self._renew_all(due)
+            if self._due or not counters.empty:
+                idle_since = time.monotonic()
+            self._renew_due()
             if finishing:
                 counters.write()
             else:
                 counters.beat()
-            over = self._ends(bool(finishing), idle_s=time.monotonic() - busy_at)
+            over = self._ends(bool(finishing), idle_s=time.monotonic() - idle_since)
             for done in finishing:
                 done.release()
-            if not over and (left := self._next - time.monotonic()) > 0:
+            if over:
+                return
+            self._looks_at = until = time.monotonic() + min(self._tick, TICK)
+            until = min([until, *self._due.copy().values()])
+            if (left := until - time.monotonic()) > 0:
                 self._bell.acquire(timeout=left)
+            self._looks_at = _NEVER
 
     def _ends(self, asked: bool, *, idle_s: float) -> bool:
-        """Is the thread to end? Then the next claim starts another; else note when it is to look around again."""
+        """Is the thread to end? Then the next claim or count starts another."""
         with self._lock:
-            # Before the last look at the counts. Another thread counts first and then reads _started: so either this
+            # Before the last look at the counts. Another thread counts first and then reads has_writer: so either this
             # one sees the count, or that one sees that it must start a heartbeat.
             self._started = counters.has_writer = False
             wanted = asked or (idle_s >= LINGER and counters.empty)
             if wanted and not self._due and not self._finishing:
-                self._tick = self._next = float("inf")
+                self._tick = _NEVER
                 return True
             self._started = counters.has_writer = True
-            soonest = min(self._due.values(), default=float("inf"))
-            self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
             return False
 
-    def _renew_all(self, due: list[weakref.ref[Claim]]) -> None:
+    def _renew_due(self) -> None:
+        now = time.monotonic()
         by_store: dict[Store, list[Claim]] = defaultdict(list)
-        for known in due:
-            claim = known()
-            if claim is not None and claim.phase is Phase.RUNNING and not claim.lost:
+        for claim, due in self._due.copy().items():
+            if due <= now and claim.phase is Phase.RUNNING and not claim.lost:
                 by_store[claim.store].append(claim)
-            else:
-                with self._lock:
-                    self._due.pop(known, None)
+            elif due <= now:
+                self.remove(claim)
         for store, claims in by_store.items():
             self._renew(store, claims)
 
     def _renew(self, store: Store, claims: list[Claim]) -> None:
         """Renew ``claims``; whatever goes wrong, the thread lives on."""
-        alive: list[bool] | None = None
         sent = time.monotonic()
         try:
             alive = store.renew([claim.renewal() for claim in claims])
-        except IdempotencyError as error:
-            logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
-        except Exception:
-            logger.exception("idempotency: could not renew %d claims", len(claims))
-        for claim in self._renewed(claims, alive, sent):
-            logger.warning(
-                "idempotency: the claim of %s (token %d) is lost before it is settled",
-                claim.identity,
-                claim.token,
-            )
+        except Exception as error:
+            expected = isinstance(error, IdempotencyError)
+            line = "idempotency: could not renew %d claims: %s"
+            logger.warning(line, len(claims), error, exc_info=not expected)
+            for claim in claims:
+                wait = min(claim.policy.lease_ms / 9000, RETRY_AFTER)
+                self._note_due(claim, time.monotonic() + wait)
+            return
+        for claim, renewed in zip(claims, alive, strict=True):
+            if renewed:
+                claim.renewed_at = sent
+                self._note_due(claim, sent + claim.policy.lease_ms / 3000)
+            elif self._due.pop(claim, None) is not None:
+                claim.lost = True
+                line = "idempotency: the claim of %s (token %d) is lost before it is settled"
+                logger.warning(line, claim.identity, claim.token)
 
-    def _renewed(self, claims: list[Claim], alive: list[bool] | None, sent: float) -> list[Claim]:
-        """Note when each is due again; return those that are lost."""
-        lost = []
-        with self._lock:
-            for index, claim in enumerate(claims):
-                known = weakref.ref(claim)
-                if known not in self._due:
-                    continue
-                interval = claim.policy.lease_ms / 3000
-                if alive is None:
-                    self._due[known] = time.monotonic() + min(interval / 3, RETRY_AFTER)
-                elif alive[index]:
-                    claim.renewed_at = sent
-                    self._due[known] = sent + interval
-                else:
-                    claim.lost = True
-                    del self._due[known]
-                    lost.append(claim)
-        return lost
+    def _note_due(self, claim: Claim, due: float) -> None:
+        """Note when to look at a claim again, unless its run has ended meanwhile."""
+        if claim in self._due:
+            self._due[claim] = due
 
 
 #: The heartbeat of this process.

@@ -31,7 +31,7 @@ from celery_idempotent.errors import STORE_ERRORS
 from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Reporter
 from celery_idempotent.protocol.claim import Claim, Phase, current_run
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.protocol.shield import NO_SHIELD, Shield, shields
+from celery_idempotent.protocol.shield import NO_SHIELD, Shield, VerbInterruptedError, shields
 from celery_idempotent.protocol.unfinished import close, is_unfinished
 from celery_idempotent.records import (
     Answer,
@@ -59,6 +59,9 @@ Body = Callable[[], object]
 
 #: The ``on_commit`` of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
 OnCommit = Callable[[Callable[[], None]], None]
+
+#: A verb of the store had no answer.
+_UNANSWERED = (*STORE_ERRORS, VerbInterruptedError)
 
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
@@ -305,13 +308,15 @@ def _claim_in_time(run: Run, request: ClaimRequest) -> Answer | Unanswered:
             run.renewed_at = time.monotonic()
             answer = run.store.claim(request)
             run.shield.waiting = False
-        except errors.StoreUnavailable as error:  # noqa: PERF203  one try failed, and the next may not
-            failures += 1
-            if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
-                return Unanswered(error)
-        except errors.StoreMisconfigured as error:
+        except errors.StoreMisconfigured as error:  # noqa: PERF203  one try failed, and the next may not
             run.shield.waiting = False
             return Unanswered(error)
+        except (errors.StoreUnavailable, VerbInterruptedError) as error:
+            failures += 1
+            if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
+                if isinstance(error, VerbInterruptedError):
+                    error = errors.StoreUnavailable(str(error))
+                return Unanswered(error)
         else:
             if policy.retention_ms or not isinstance(answer, (Settled, Mismatched)):
                 return answer
@@ -502,11 +507,11 @@ def _is_refused(run: Run, value: Stored | None, error: Exception) -> bool:
     A server that ends the connection of a client whose command is too large looks like one that is lost. An error
     that may pass is therefore taken for a refusal only with a large value.
     """
-    if not isinstance(error, STORE_ERRORS):
+    if not isinstance(error, _UNANSWERED):
         return True
-    if value is None or (
-        isinstance(error, errors.StoreUnavailable) and len(value.body) < LARGE_VALUE
-    ):
+    if value is None or isinstance(error, VerbInterruptedError):
+        return False
+    if isinstance(error, errors.StoreUnavailable) and len(value.body) < LARGE_VALUE:
         return False
     try:
         run.store.get(run.identity)
@@ -646,7 +651,7 @@ def _release_in_time(run: Run, requeue_ms: int | None, error: BaseException | No
             run.shield.waiting = not at_exit
             released = run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
             run.shield.waiting = False
-        except STORE_ERRORS as trouble:  # noqa: PERF203  one try failed, and the next may not
+        except _UNANSWERED as trouble:  # noqa: PERF203  one try failed, and the next may not
             failures += 1
             if at_exit or not _try_again(run, failures, until=give_up):
                 line = "idempotency: could not release %s, its lease will end it: %s"

@@ -8,8 +8,8 @@ raises between two instructions. The shield wraps both handlers, once in each po
       where the body                       SIGTERM ends the process now
       would begin
 
-While a verb of the store is under way, a signal also ends the waiting: the verb raises :class:`VerbInterrupted`, as if
-its answer had been lost, and is asked again. A SIGTERM leaves it that one try.
+While a verb of the store is under way, a signal also ends the waiting: the verb raises :class:`VerbInterruptedError`,
+and is asked again as if its answer had been lost. A SIGTERM leaves it that one try.
 
 A function of ``run.py`` itself is never struck: when its ``body()`` has returned or failed, what became of it must not
 be lost. (From Python 3.11 on no signal strikes between ``open()`` and the body: handlers run at the start of a
@@ -30,16 +30,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from celery_idempotent.errors import StoreUnavailable
-
 logger = logging.getLogger(__name__)
 
 #: A pause looks for noted signals this often, in seconds.
 _LOOK = 0.05
 
 
-class VerbInterrupted(StoreUnavailable):
-    """The store was not waited for, because a signal came."""
+class VerbInterruptedError(Exception):
+    """The store was not waited for, because a signal came.
+
+    No error of the store's: it may strike in the middle of an exchange, and a store then drops its connection.
+    """
 
 
 class Shield:
@@ -95,7 +96,7 @@ class MainThreadShield(Shield):
         self.ending = self.ending or signum == signal.SIGTERM
         if self.waiting and not in_protocol:
             self.waiting = False
-            raise VerbInterrupted("the store was not waited for: a signal came")
+            raise VerbInterruptedError("the store was not waited for: a signal came")
 
     def close(self) -> bool:
         """Close the shield; return whether it was closed."""

@@ -11,7 +11,7 @@ import pytest
 from django.core import checks
 from django.test import Client
 
-from celery_idempotent.celery import reaper
+from celery_idempotent.celery import sweep
 from celery_idempotent.records import Counted
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, text
@@ -91,7 +91,7 @@ def test_outcomes_are_shown_by_task(store: Any, serve: Serve, operator: Client) 
 def test_the_page_says_whether_sweeps_run(store: Store, serve: Serve, operator: Client) -> None:
     app = serve(store)
     assert "No sweep has ended yet. Is beat running" in text(operator.get(CHARTS))
-    reaper.sweep(app)
+    sweep.sweep(app)
     page = text(operator.get(CHARTS))
     assert re.search(r"The last sweep ended \d s ago; one is due every 30 s\.", page)
 
@@ -100,7 +100,7 @@ def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
     memory: Any, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = serve(memory, idempotency_sweep_interval=10)
-    reaper.sweep(app)
+    sweep.sweep(app)
     now = memory.stats()
     for ago_ms, well in ((29_000, True), (31_000, False)):
         found = replace(now, now_ms=now.swept_ms + ago_ms)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from celery_idempotent import signals
-from celery_idempotent.celery import reaper
+from celery_idempotent.celery import sweep
 from celery_idempotent.cli import idempotency, output, showing
 from celery_idempotent.errors import StoreUnavailable, TooManyCrashes
 from celery_idempotent.operations import finding
@@ -229,7 +229,7 @@ def _operated(operation: Any, *, on: str = "stale", **settings: Any) -> Callable
 
 def _swept(store: MemoryStore) -> None:
     claim(store, "o", lease_ms=-1, on_stale="fail")
-    reaper.sweep(make_app(store, idempotency_on_stale="fail"))
+    sweep.sweep(make_app(store, idempotency_on_stale="fail"))
 
 
 def _given_up(store: MemoryStore) -> None:

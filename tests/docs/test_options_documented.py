@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
-from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
+from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.stores import get_store
 from tests.support.paths import ROOT
 

@@ -18,7 +18,7 @@ from celery import Celery
 from celery.beat import Scheduler
 
 from celery_idempotent import IdempotentTask, get_store
-from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.celery.sweep import SWEEP
 from tests.docs import recipes_app
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger

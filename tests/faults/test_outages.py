@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_idempotent import get_store
-from celery_idempotent.celery.reaper import sweep
+from celery_idempotent.celery.sweep import sweep
 from celery_idempotent.records import Record, State
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy

@@ -32,7 +32,7 @@ _PROGRAM = """
 import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
-from celery_idempotent.celery import request
+from celery_idempotent.celery import worker
 from celery_idempotent.events import worker_name
 from tests.faults.app import app
 
@@ -54,7 +54,7 @@ sys.stdin.readline()
 class Delivery:
     task, id, worker_pid = task, "t", ended.pid
     request_dict, _payload, _loss_handled = {}, (["k"], {}, {}), False
-    _child_lost, _lost = request.Request._child_lost, request.Request._lost
+    _child_lost, _lost = worker.Request._child_lost, worker.Request._lost
 
 threads = []
 start = threading.Thread.start

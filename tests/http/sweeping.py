@@ -38,14 +38,14 @@ def main(what: str) -> None:
         sweep_outbox(app)
     else:
         from celery_idempotent import get_store
-        from celery_idempotent.celery import reaper
+        from celery_idempotent.celery import sweep
         from celery_idempotent.stores.redis.store import RedisStore
         from tests.stores.shifted import Shift
 
         store = get_store(app)
         assert isinstance(store, RedisStore)
         Shift(store)(61_000)
-        sys.stdout.write(f"{reaper.sweep(app)['requeued']}\n")
+        sys.stdout.write(f"{sweep.sweep(app)['requeued']}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from celery_idempotent import Record, get_store
-from celery_idempotent.celery.reaper import SWEEP, sweep
+from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import ProcessingTimedOut
 from celery_idempotent.records import State
 from tests.policies import app as app_module
@@ -132,12 +132,12 @@ class TestRequeue:
         program = """
             import os
             from celery.signals import before_task_publish
-            from celery_idempotent.celery import reaper
+            from celery_idempotent.celery import sweep
             from tests.policies import app as app_module
 
-            reaper.REQUEUE_MS = 6000
+            sweep.REQUEUE_MS = 6000
             before_task_publish.connect(lambda **_: os._exit(9), weak=False)
-            reaper.sweep(app_module.app)
+            sweep.sweep(app_module.app)
         """
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program)],

@@ -27,7 +27,7 @@ def main() -> None:
         _patch()
     from celery_idempotent.protocol.claim import Claim, Phase
     from celery_idempotent.protocol.lease import heartbeat
-    from celery_idempotent.protocol.policy import Policy
+    from celery_idempotent.protocol.options import Policy
     from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
     from celery_idempotent.stores.memory import MemoryStore
 

@@ -16,7 +16,7 @@ import pytest
 from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_idempotent.celery.reaper import sweep as whole_sweep
+from celery_idempotent.celery.sweep import sweep as whole_sweep
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store

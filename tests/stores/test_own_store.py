@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery import reaper
+from celery_idempotent.celery import sweep
 from celery_idempotent.celery.checks import check_or_raise
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.stores import get_store, open_store
@@ -63,7 +63,7 @@ def test_tasks_run_once_with_it(task: Any, store: Any) -> None:
 
 
 def test_a_sweep_has_nothing_to_count_and_nothing_else_to_look_after(app: Celery) -> None:
-    counts = reaper.sweep(app)
+    counts = sweep.sweep(app)
     assert counts["pruned"] == 0
     assert get_store(app).counts(hours=1) == ()
 

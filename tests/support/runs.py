@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from celery_idempotent.events import Reporter
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.claim import Claim
-from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.protocol.run import OnCommit, Run, execute, execute_unguarded, give_back
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import Store

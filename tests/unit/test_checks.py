@@ -20,7 +20,7 @@ from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import republish
-from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.checks import Finding, check, check_settings, check_store
 from celery_idempotent.stores.base import ServerFacts
 from celery_idempotent.stores.memory import MemoryStore

@@ -183,7 +183,7 @@ LATER = (
     "rich",
     "redis",
     "celery_idempotent.celery.checks",
-    "celery_idempotent.celery.request",
+    "celery_idempotent.celery.worker",
     "celery_idempotent.cli",
     "celery_idempotent.django",
     "celery_idempotent.metrics",

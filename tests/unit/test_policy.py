@@ -14,10 +14,9 @@ from celery import Celery
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.protocol.options import REMOVED
-from celery_idempotent.protocol.policy import Policy, is_explicit, own_settings
+from celery_idempotent.protocol.options import REMOVED, Policy
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.settings import milliseconds
+from celery_idempotent.settings import is_explicit, milliseconds, own_settings
 
 DAY = 86_400_000
 

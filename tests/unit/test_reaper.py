@@ -12,7 +12,7 @@ from celery.schedules import crontab
 from celery.signals import task_prerun
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery.reaper import SWEEP, sweep
+from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores.memory import MemoryStore

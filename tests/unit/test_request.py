@@ -22,8 +22,8 @@ from celery.worker.request import Request as CeleryRequest
 from kombu.asynchronous.hub import Hub
 
 from celery_idempotent import IdempotentTask, events
-from celery_idempotent.celery import receivers, request
-from celery_idempotent.celery.request import gone
+from celery_idempotent.celery import installation, worker
+from celery_idempotent.celery.worker import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.events import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
@@ -65,11 +65,11 @@ class TestGone:
         def refuse(pid: int, number: int) -> None:
             raise PermissionError
 
-        monkeypatch.setattr(request.os, "kill", refuse)
+        monkeypatch.setattr(worker.os, "kill", refuse)
         assert not gone(os.getppid())
 
     def test_without_waitid_a_process_is_asked_for_by_a_signal(self, child, monkeypatch):
-        monkeypatch.delattr(request.os, "waitid")
+        monkeypatch.delattr(worker.os, "waitid")
         assert not gone(child.pid)
         child.kill()
         child.wait()
@@ -90,7 +90,7 @@ class TestWatch:
             app=app,
             hub=Hub(),
             pool=SimpleNamespace(_pool=pool),
-            init_callback=lambda ready: receivers.watch_children(sender=ready),
+            init_callback=lambda ready: installation.watch_children(sender=ready),
         )
         timer = consumer.hub.timer
         for number in range(3):
@@ -154,7 +154,7 @@ def make(app: Celery, task: Any) -> Make:
         from celery.worker.request import create_request_cls  # type: ignore[attr-defined]
 
         cls = create_request_cls(
-            request.Request, of, SimpleNamespace(apply_async=None), "here", None
+            worker.Request, of, SimpleNamespace(apply_async=None), "here", None
         )
         message = Reply()
         made = cls(
@@ -201,7 +201,7 @@ def undertakers() -> list[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def _no_undertaker_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(request, "LATE", 0.2)
+    monkeypatch.setattr(worker, "LATE", 0.2)
     yield
     wait_for(lambda: not undertakers(), 25, "every undertaker to end")
 
@@ -274,7 +274,7 @@ class TestLostChild:
     def test_a_claim_that_comes_in_after_its_child_is_gone_is_interrupted(
         self, make, store, task, dead, monkeypatch
     ):
-        monkeypatch.setattr(request, "LATE", 10)
+        monkeypatch.setattr(worker, "LATE", 10)
         lost = make(dead)
         lost.on_failure(einfo(WorkerLostError()))
         assert lost.answers == ["reject"]
@@ -286,7 +286,7 @@ class TestLostChild:
     def test_nobody_is_waited_for_once_another_process_has_the_key(
         self, make, store, task, dead, monkeypatch
     ):
-        monkeypatch.setattr(request, "LATE", 60)
+        monkeypatch.setattr(worker, "LATE", 60)
         lost = make(dead)
         lost.on_failure(einfo(WorkerLostError()))
         before = hold(store, task, os.getpid())
@@ -327,7 +327,7 @@ class TestWhoseClaim:
         get = store.get
 
         def read(identity: Identity) -> Record | None:
-            monkeypatch.setattr(request, "gone", lambda _: False)
+            monkeypatch.setattr(worker, "gone", lambda _: False)
             found: Record | None = get(identity)
             return found
 
@@ -400,6 +400,6 @@ def test_a_message_comes_back_for_its_callbacks_if_that_runs_nothing_again(
 
     late.reject_on_worker_lost = True
     app.backend.store_result("t1", None, "SUCCESS")
-    monkeypatch.setattr(request, "brings_callbacks", lambda _: True)
+    monkeypatch.setattr(worker, "brings_callbacks", lambda _: True)
     stored = make(None, of=late)._success_was_stored()
     assert bool(stored) == (mode == "observe"), "a task that is only observed would run again"

@@ -163,7 +163,7 @@ def test_a_signal_ends_a_wait_for_the_store_and_a_pause_once():
     made = make([])
     made.close()
     made.waiting = True
-    with pytest.raises(shield.VerbInterrupted):
+    with pytest.raises(shield.VerbInterruptedError):
         made._handle(signal.SIGUSR1, None)
     made._handle(signal.SIGUSR1, None)  # the verb is not under way any more
     assert made.pause(0.01), "a signal that came before does not end it"

@@ -13,7 +13,7 @@ from celery import Celery
 from celery.utils.dispatch import Signal
 
 from celery_idempotent import IdempotentTask, signals
-from celery_idempotent.celery import reaper
+from celery_idempotent.celery import sweep
 from celery_idempotent.events import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.signals import Event
@@ -122,11 +122,11 @@ def test_a_sweep_tells_interrupted_for_each_and_swept_once(task, app, seen, stor
     for key in ("a", "b"):
         hold(store, key)
     clock.advance(60_000)
-    report = reaper.sweep(app)
+    report = sweep.sweep(app)
     assert report["interrupted"] == 2
     assert sorted(outcomes(seen)) == ["interrupted", "interrupted", "swept"]
     name, _, event = seen[-1]
-    assert (name, event.task, event.count) == ("swept", reaper.SWEEP, 2)
+    assert (name, event.task, event.count) == ("swept", sweep.SWEEP, 2)
     interrupted = {event.identity.key: event for name, _, event in seen if name == "interrupted"}
     assert set(interrupted) == {"a", "b"}
     assert interrupted["a"].record.state is State.INTERRUPTED

@@ -35,7 +35,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery.callbacks import outcome_of
-from celery_idempotent.celery.receivers import make_store
+from celery_idempotent.celery.installation import make_store
 from celery_idempotent.protocol import shield
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore

@@ -14,8 +14,8 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim, signals
-from celery_idempotent.celery import operations, reaper
-from celery_idempotent.celery.request import Lost
+from celery_idempotent.celery import operations, sweep
+from celery_idempotent.celery.worker import Lost
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.events import worker_name
 from celery_idempotent.records import (
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 
     def sweep(self) -> dict[str, Any]:
         self.clock.advance(6000)
-        return reaper.sweep(self.app)
+        return sweep.sweep(self.app)
 
     def operate(self, operation: operations.Operation, record: Record, **about: Any) -> None:
         about = {"who": "ada", "reason": "it is\nstuck"} | about

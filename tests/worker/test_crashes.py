@@ -14,7 +14,7 @@ import redis
 from celery.exceptions import WorkerLostError
 
 from celery_idempotent import State
-from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.celery.sweep import SWEEP
 from tests.support.preloaded import Process, spawn
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for

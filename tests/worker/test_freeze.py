@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_idempotent import Record, State, get_store
-from celery_idempotent.celery.reaper import sweep
+from celery_idempotent.celery.sweep import sweep
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 

@@ -13,7 +13,7 @@ import pytest
 from kombu import Queue
 
 from celery_idempotent.celery import checks
-from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.celery.sweep import SWEEP
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
 from tests.support.servers import RabbitMQ

@@ -9,8 +9,8 @@ from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
-from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.celery.registry import definition_of, namespaces
+from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.charts import HOURS, charts

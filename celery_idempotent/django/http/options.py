@@ -18,6 +18,7 @@ from django.utils.module_loading import import_string
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import (
+    Policy,
     accept_if,
     duration,
     fields_by_option,
@@ -27,7 +28,6 @@ from celery_idempotent.protocol.options import (
     read_options,
     whole_number,
 )
-from celery_idempotent.protocol.policy import Policy
 
 #: The one setting: a dict with any of the options of :class:`HttpOptions`.
 HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
