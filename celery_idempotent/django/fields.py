@@ -26,10 +26,10 @@ class ShortBinaryField(BinaryField):
         return super().db_type(connection)
 
 
-class EndedIndex(models.Index):
-    """Of the leases that ended badly alone: so it costs those of runs at work nothing.
+class UnfinishedIndex(models.Index):
+    """Of keys that a sweep or an operator may have to act on: few, so a sweep reads all of it.
 
-    MySQL and MariaDB have no such index, and warn of a model that asks for one: there it is one of all leases.
+    A renewal changes nothing in it. MySQL and MariaDB have no partial index: there the state comes first.
     """
 
     def create_sql(
@@ -42,7 +42,6 @@ class EndedIndex(models.Index):
         """Return the statement that makes it."""
         if not schema_editor.connection.features.supports_partial_indexes:
             return super().create_sql(model, schema_editor, using, **kwargs)
-        partial = models.Index(
-            fields=self.fields, name=self.name, condition=models.Q(state__in=["F", "I"])
-        )
+        condition = models.Q(state__in=["Q", "P", "I", "F"])
+        partial = models.Index(fields=["token"], name=self.name, condition=condition)
         return partial.create_sql(model, schema_editor, using, **kwargs)

@@ -1,54 +1,64 @@
-"""Records in a Django database: each verb a short transaction, one statement where PostgreSQL allows.
+"""Records in a Django database: one row a key, one statement for each verb of a task that meets nobody.
 
-A verb looks at the rows without locking them, decides in Python, and writes on condition that they
-are still what it saw; else it looks again. So it needs no isolation level, no session and no lock
-that outlives it, and nothing is held while the task runs.
+A claim is an INSERT, a settle and a renewal are UPDATEs on condition that the token is still there. Everything else
+looks at the row without locking it, decides in Python by the table, and writes on condition that the version is still
+the one that it saw. So no isolation level, session or lock is relied on, and nothing is held while a task runs.
+
+A run in its own transaction (:mod:`.sql.atomic`) is not renewed. It has a lock of the database's instead, which ends
+with the transaction; a look that finds the lease of such a run over and the lock taken says that the lease is alive.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django.sql import atomic, browse, elsewhere, shortcuts, upkeep
-from celery_idempotent.django.sql.columns import ENDED, digest
-from celery_idempotent.django.sql.connections import Lines, RowLocked, Session
+from celery_idempotent import backoff
+from celery_idempotent.django.sql import atomic, browse, upkeep
+from celery_idempotent.django.sql.connections import Connections
+from celery_idempotent.django.sql.look import Look, claim_free_key, settle_claim
 from celery_idempotent.django.sql.reach import missing_bounds
-from celery_idempotent.django.sql.rows import read
-from celery_idempotent.errors import InvalidOption, StoreMisconfigured
+from celery_idempotent.django.sql.rows import digest
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
     Claimed,
     ClaimRequest,
     Counted,
-    Held,
     Identity,
-    Mismatched,
     Page,
     Record,
     Renewal,
     Retained,
     Selection,
-    Settled,
+    SettleRequest,
+    State,
     Stats,
     SweepReport,
 )
+from celery_idempotent.stores import deciding
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.deciding import Asked, DecidingStore, Done, Look, asked_by, report
-from celery_idempotent.stores.table import Verb
+from celery_idempotent.stores.deciding import Asked
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.django.sql.connections import Session
+
 T = TypeVar("T")
 
+#: How long to wait for the end of a COMMIT whose answer was lost.
+_COMMIT_SECONDS = 10.0
 
-class DjangoStore(DecidingStore):
+
+class DjangoStore(deciding.DecidingStore):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -61,13 +71,12 @@ class DjangoStore(DecidingStore):
     def __init__(self, alias: str = "default") -> None:
         self.alias = alias
         self.outbox_alias = alias
-        self.lines = Lines(alias)
-        elsewhere.watch()
+        self.connections = Connections(alias)
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
         # a child that is forked while a thread imports finds the locks of its modules taken for ever.
         own = None
         with suppress(StoreMisconfigured, ImproperlyConfigured):
-            own = self.lines.own()
+            own = self.connections.own()
         if own is not None and not own.settings_dict["AUTOCOMMIT"]:
             raise InvalidOption(
                 f"the idempotency store's database {alias!r} has AUTOCOMMIT = False, and what is not committed guards "
@@ -77,9 +86,8 @@ class DjangoStore(DecidingStore):
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
-        name = digest(identity)
-        return self.lines.run(lambda session: verb(read(session, name, identity)))
+    def _at(self, identity: Identity, verb: Callable[[deciding.Look], T]) -> T:
+        return self.connections.run(lambda session: verb(Look(session, identity)))
 
     def _check(self, asked: Asked) -> None:
         fields = asked.fields
@@ -87,49 +95,39 @@ class DjangoStore(DecidingStore):
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         if fields["fingerprint"] is not None and len(fields["fingerprint"]) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
-        for name, value in fields.items():
-            if isinstance(value, str):
-                # PostgreSQL knows no NUL, and a message may bring one.
-                fields[name] = value.replace("\0", "\ufffd")
+        # PostgreSQL knows no NUL, and a message may bring one.
+        fields["task_id"] = fields["task_id"].replace("\0", "\ufffd")
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it."""
-        asked, identity = asked_by(request), request.identity
+        """Take the key if nobody holds it: one INSERT, or a look at what is there."""
+        asked, identity = deciding.asked_by(request), request.identity
         self._check(asked)
 
-        def work(session: Session) -> Record | Held | Settled | Mismatched:
-            taken = shortcuts.claim(session, asked)
-            if isinstance(taken, Record):
-                return taken
-            look = taken or read(session, digest(identity), identity)
-            return self._take("claim", look, asked)
+        def work(session: Session) -> Answer | Record:
+            found = claim_free_key(session, identity, asked)
+            return found if isinstance(found, Record) else self._take("claim", found, asked)
 
-        answer = self.lines.run(work)
+        answer = self.connections.run(work)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
-    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
-        shortcut = shortcuts.SHORTCUTS.get(verb)
-
-        def work(session: Session) -> Done:
-            done = None if shortcut is None else shortcut(session, identity, asked)
-            if done is not None:
-                return done
-            look = read(session, digest(identity), identity)
-            gone = look.stored is None and look.id is not None
-            if verb == "forget" and gone and asked.token is None and asked.state is None:
-                # What is left of a record that was given back, or has expired.
-                look.remove(forget=True)
-            return self._do(verb, look, asked)
-
-        return self.lines.run(work)
+    def settle(self, request: SettleRequest) -> bool:
+        """Write the end state: one UPDATE, unless the claim was swept, lost, or is an operator's to settle."""
+        own = request.record.state is State.PROCESSING and request.restore and not request.note
+        settled = own and self.connections.run(lambda session: settle_claim(session, request))
+        return settled or super().settle(request)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew."""
-        if not renewals:
-            return []
-        renewed = self.lines.run(lambda session: upkeep.renew(session, renewals))
-        # A sweep may have interrupted the others; then their records' rows are written, too.
-        return [done or self._renew(each) for done, each in zip(renewed, renewals, strict=True)]
+        """Let each lease start anew, all of one length in one statement. A run within its transaction needs none."""
+        groups: dict[tuple[int, int], list[Renewal]] = {}
+        for each in set(renewals):
+            if not atomic.is_running(each.identity, each.token):
+                groups.setdefault((each.lease_ms, each.keep_ms), []).append(each)
+        lost: set[Renewal] = set()
+        for group in groups.values():
+            missed = self.connections.run(partial(upkeep.renew, renewals=group))
+            # A sweep may have interrupted them: then the record says whether they go on.
+            lost |= {each for each in missed if not self._renew(each)}
+        return [each not in lost for each in renewals]
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""
@@ -137,41 +135,27 @@ class DjangoStore(DecidingStore):
         return None if self.joined() else super().retained(identity)
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent; one transaction for each."""
-        due = self.lines.run(lambda session: upkeep.find_due(session, limit + 1))
+        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        due = self.connections.run(lambda session: upkeep.find_due(session, limit + 1))
         more, due = len(due) > limit, due[:limit]
-        # Sweeps at once shall not all wait for the same row, one after another.
+        # Sweeps at once shall not all meet at the same row, one after another.
         random.shuffle(due)
-        swept = [self._sweep_lease(name, requeue_ms) for name in due]
-        return report([record for record in swept if record], more=more)
-
-    def _sweep_lease(self, name: bytes, requeue_ms: int) -> Record | None:
-        def work(session: Session) -> Record | None:
-            look = read(session, name)
-            if look.lease_counts:
-                return self._sweep(look, requeue_ms)
-            look.delete_lease()  # left behind by a task that settled in its own transaction
-            return None
-
-        # RowLocked: a task that froze between the settle in its own transaction and the COMMIT. The next claim ends its
-        # session; nobody else's record shall wait for that.
-        with suppress(RowLocked):
-            return self.lines.run(work)
-        return None
+        swept = [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
+        return deciding.report([record for record in swept if record], more=more)
 
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention, in batches."""
-        return upkeep.prune(self.lines, limit=limit)
+        return upkeep.prune(self.connections, limit=limit)
 
     def stats(self) -> Stats:
-        """Count the records that have a lease row."""
-        return self.lines.run(browse.stats)
+        """Count the unfinished and the failed records."""
+        return self.connections.run(browse.stats)
 
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
-        """Return about ``limit`` of the selected records."""
-        return self.lines.run(
+        """Return about ``limit`` of the selected records: the newest claim first, or the one that is kept longest."""
+        return self.connections.run(
             lambda session: browse.list_records(
                 session, selection, cursor=cursor, limit=limit, look_at=look_at
             )
@@ -182,17 +166,16 @@ class DjangoStore(DecidingStore):
 
         That is written by a thread of its own, outside of the test, or when the test's database is gone.
         """
-        if self.lines.tested:
-            return
-        self.lines.run(lambda session: browse.count(session, outcomes))
+        if not self.connections.tested:
+            self.connections.run(lambda session: browse.count(session, outcomes))
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
         """Return the counters of the last hours."""
-        return self.lines.run(lambda session: browse.counts(session, hours=hours))
+        return self.connections.run(lambda session: browse.counts(session, hours=hours))
 
     def note_sweep(self) -> None:
         """Note that a sweep ended just now."""
-        self.lines.run(browse.note_sweep)
+        self.connections.run(browse.note_sweep)
 
     def missing_bounds(self) -> Sequence[str]:
         """Return the options that would bound the waits for a server that stays silent, and are not set.
@@ -200,49 +183,40 @@ class DjangoStore(DecidingStore):
         Raises:
             StoreMisconfigured: if Django's settings do not have this database.
         """
-        return missing_bounds(self.lines.own())
+        return missing_bounds(self.connections.own())
 
     def now_ms(self) -> int:
         """Return the time by the database's clock."""
-        return self.lines.run(browse.database_ms)
+        return self.connections.run(browse.database_ms)
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""
-        return self.lines.joined()
+        return self.connections.joined()
 
     def transaction(self, record: Record | None) -> AbstractContextManager[atomic.ClaimTransaction]:
         """Begin the thread's own transaction: the task of this claim runs in it, and is settled in it.
 
         See :class:`~celery_idempotent.django.sql.atomic.ClaimTransaction`.
         """
-        return atomic.transaction(self.lines, record)
+        return atomic.transaction(self.connections, record)
 
     def committed(self, record: Record) -> bool:
         """Wait for the end of the transaction that settled this claim, and tell whether it was committed."""
-        name = digest(record.identity)
-
-        def work(session: Session) -> bool:
-            # A write waits for the transaction that has the row locked, even if there is nothing to change.
-            session.write(
-                "UPDATE celery_idempotent_record SET version = version + 1"
-                " WHERE digest = %s AND token = %s",
-                (name, record.token),
-            )
-            return bool(
-                session.rows(
-                    "SELECT 1 FROM celery_idempotent_record"
-                    f" WHERE digest = %s AND token = %s AND {ENDED}",
-                    (name, record.token),
-                )
-            )
-
-        done = self.lines.run(work)
-        atomic.answer(record, committed=done)
+        give_up, attempt, name = time.monotonic() + _COMMIT_SECONDS, 0, digest(record.identity)
+        while self.connections.run(lambda session: upkeep.is_running(session, name, record.token)):
+            attempt += 1
+            if not backoff.pause(attempt, until=give_up, first=0.02, longest=0.5):
+                raise StoreUnavailable(f"the transaction of {record.identity} is not over yet")
+        # Asked after the lock was found free: what was committed is visible before its locks are free.
+        found = self.get(record.identity)
+        done = found is not None and found.token == record.token and found.state.settled
+        done = done and not (found is not None and found.swept)
+        atomic.resolve_commit(record, committed=done)
         return done
 
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""
-        atomic.abandon(self.lines, record)
+        atomic.abandon(self.connections, record)
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what waits in the outbox: the beat task calls this after sweep and prune."""
@@ -252,7 +226,7 @@ class DjangoStore(DecidingStore):
 
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""
-        self.lines.close()
+        self.connections.close()
 
 
 def open_django(url: str) -> DjangoStore:

@@ -200,7 +200,7 @@ class _Attempt:
         Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
         struck right after it::
 
-            settle ─▶ COMMIT ─✂─ the connection is gone ─▶ wait for the row ─▶ settled: it was committed
+            settle ─▶ COMMIT ─✂─ the connection is gone ─▶ wait for its end ─▶ settled: it was committed
                                                               └─ it is not ─▶ it was rolled back: again, or raise
         """
         run = self._run
@@ -249,12 +249,10 @@ class _Attempt:
     def _decided(self, error: BaseException) -> object:
         """Act on what the database made of the commit.
 
-        Its row is locked until the transaction ends, and every writer waits for that, this question and a sweep as
-        well::
+        Its lock is taken until the transaction ends, and this question waits for that; a sweep leaves the key alone::
 
-            run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the row … COMPLETED: committed
-            sweep                                      (the lease runs out) ─ wait for the row … COMPLETED: no crash
-            database                                  COMMIT is running ─────────────────────── committed
+            run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the lock … COMPLETED: committed
+            database                                  COMMIT is running ──────────────────────── committed
         """
         run, at_exit = self._run, not isinstance(error, Exception)
         until = time.monotonic() + (0 if at_exit else run.policy.lease_ms / 1000)
@@ -283,13 +281,13 @@ class _Attempt:
         run = self._run
         run.replaced = False  # its replacement is rolled back as well
         at_end = self._stage in (Stage.SETTLING, Stage.COMMITTING)
-        if not at_end or not isinstance(error, Exception):
+        if self._transaction is None or not isinstance(error, Exception):
             raise error
-        assert self._transaction is not None
-        if not self._transaction.passes(error) or run.repeats >= MAX_REPEATS:
-            raise run.late_error(error)
+        passes = self._transaction.passes(error, at_end=at_end)
+        if not passes or run.repeats >= MAX_REPEATS:
+            raise run.late_error(error) if at_end else error
         logger.info(
-            "idempotency: task %s of %s was rolled back at its end (%s), and runs again at once",
+            "idempotency: task %s of %s was rolled back (%s), and runs again at once",
             run.task_id,
             run.identity,
             type(error).__name__,

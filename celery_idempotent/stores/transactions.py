@@ -15,19 +15,15 @@ class Transaction(Protocol):
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
         ...
 
-    def passes(self, error: Exception) -> bool:
-        """Is this, from :meth:`settle` or the commit, an error that the same body may not meet again?
+    def passes(self, error: Exception, *, at_end: bool) -> bool:
+        """Is this an error that the same body may not meet again?
 
-        A serialization failure, a deadlock, the loss of the session.
+        The loss of the session or, from :meth:`settle` or the commit (``at_end``), a serialization failure or deadlock.
         """
         ...
 
     def has(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""
-        ...
-
-    def guards(self, connection: object) -> bool:
-        """Would a reader of the task expect a write there to be part of the transaction?"""
         ...
 
     def outside(self) -> AbstractContextManager[None]:

@@ -59,7 +59,6 @@ def database(project: None) -> Iterator[None]:
         Session,
         User,
         models.Record,
-        models.Lease,
         models.Counter,
         models.Sweep,
     ):

@@ -7,7 +7,6 @@ and before the acknowledgement. ``hold-<key>`` keeps the payment waiting inside 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -187,8 +186,6 @@ def misbehave(key: str, how: str) -> None:
     elif how == "durable":
         with transaction.atomic(durable=True):
             pass
-    elif how == "asyncio":
-        asyncio.run(asyncio.to_thread(write, "effects", key, 0))
     elif how == "raise":
         raise ValueError
     elif how == "retry once" and misbehave.request.retries == 0:

@@ -76,7 +76,7 @@ def open_store(
         if own.connection is not None and not own.is_usable():
             own.close()  # another test ended every session there was
         databases.clear(alias)
-        _aliases[alias].lines._words = None
+        _aliases[alias].connections._dialect = None
         return _aliases[alias]
 
     return open_

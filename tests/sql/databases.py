@@ -39,7 +39,7 @@ __all__ = [
 VENDORS = ("postgresql", "mariadb", "sqlite")
 #: A server, and SQLite, where a verb becomes part of the caller's transaction: for what is no matter of statements.
 KINDS = ("postgresql", "sqlite", pytest.param("mariadb", marks=pytest.mark.wide))
-TABLES = ("record", "lease", "highwatermark", "counter", "outbox", "sweep")
+TABLES = ("record", "highwatermark", "counter", "outbox", "sweep")
 _POSTGRESQL = os.environ.get(
     "CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432"
 )
@@ -190,15 +190,15 @@ BIGINT = {"postgresql": "bigint", "mysql": "SIGNED", "sqlite": "INTEGER"}
 def shift(store: Store, ms: float) -> None:
     """Let time pass by the store's clock: the expression that reads it says so much more."""
     assert isinstance(store, DjangoStore)
-    with store.lines._session(fresh=False) as session:
-        session.words.now_us = f"({session.words.now_us} + {round(ms * 1000)})"
+    with store.connections._session(store.connections.own()) as session:
+        session.dialect.now_us = f"({session.dialect.now_us} + {round(ms * 1000)})"
 
 
 def stop(store: Store, ms: int) -> None:
     """Stop the store's clock at a millisecond."""
     assert isinstance(store, DjangoStore)
-    with store.lines._session(fresh=False) as session:
-        session.words.now_us = f"CAST({ms * 1000} AS {BIGINT[session.words.vendor]})"
+    with store.connections._session(store.connections.own()) as session:
+        session.dialect.now_us = f"CAST({ms * 1000} AS {BIGINT[session.dialect.vendor]})"
 
 
 def _settings(vendor: str, name: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def main(orders: dict[str, Any]) -> None:
         token=orders["token"],
         created_ms=0,
         updated_ms=0,
+        deadline_ms=orders["lease_ms"],
     )
     try:
         with (

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -50,11 +49,9 @@ from django.db import (
     transaction,
 )
 
-from celery_idempotent.django.sql import atomic, holders
-from celery_idempotent.django.sql.columns import digest
-from celery_idempotent.django.sql.connections import Session
-from celery_idempotent.django.sql.dialects import DIALECTS
-from celery_idempotent.django.sql.ended import TransactionEnded
+from celery_idempotent.django.sql import atomic, upkeep
+from celery_idempotent.django.sql.atomic import TransactionEnded
+from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK
 from celery_idempotent.django.store import DjangoStore
 
 KEY = Identity(namespace="charge", key="order-17")
@@ -127,12 +124,11 @@ def server_store(
 def test_writes_and_record_are_committed_together(
     open_atomic: Callable[..., DjangoStore], vendor: str, level: str
 ):
-    """At every isolation level, also when the lease was renewed and a step taken meanwhile."""
+    """At every isolation level, also when a renewal was asked for meanwhile: it writes nothing."""
     store = open_atomic(vendor, level)
     record = claimed(store)
     with store.transaction(record) as run:
         act(store)
-        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
         lease = Renewal(identity=KEY, token=record.token, lease_ms=90_000, keep_ms=1)
         assert store.renew([lease]) == [True]
         assert settle(run, replaced=True)
@@ -141,7 +137,6 @@ def test_writes_and_record_are_committed_together(
     assert found is not None
     assert (found.state, found.value, found.replaced) == (State.COMPLETED, VALUE, True)
     assert found.updated_ms >= record.updated_ms
-    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == []
 
 
 def test_a_failure_rolls_both_back(store: DjangoStore):
@@ -157,8 +152,12 @@ def test_a_failure_rolls_both_back(store: DjangoStore):
     assert store.release(KEY, token=record.token)
 
 
-def test_a_step_cannot_write_what_a_rollback_would_take_back(store: DjangoStore):
-    """Its record outlives the rollback, and it would never run again."""
+@pytest.mark.parametrize("vendor", ["postgresql", "sqlite"])
+def test_a_step_cannot_write_what_a_rollback_would_take_back(
+    open_atomic: Callable[..., DjangoStore], vendor: str
+):
+    """Its record outlives the rollback, and it would never run again. MariaDB has nothing that would refuse it."""
+    store = open_atomic(vendor)
     app = Celery("stepping", set_as_current=False, broker="memory://", backend="cache+memory://")
     app.conf.idempotency_store = store
     runs: list[str] = []
@@ -269,7 +268,7 @@ def test_an_error_that_the_task_swallowed_cannot_be_committed(store: DjangoStore
         except DatabaseError:
             pass
         settle(run)
-        if store.lines._words.vendor != "postgresql" and not inside:  # type: ignore[union-attr]
+        if store.connections.own().vendor != "postgresql" and not inside:
             # There an error leaves the transaction whole.
             raise TransactionEnded
     assert effects(store) == 0
@@ -282,11 +281,11 @@ def test_an_error_that_the_task_swallowed_cannot_be_committed(store: DjangoStore
         (lambda: connections.close_all(), "closed the connection of its own transaction"),
         (
             lambda: transaction.set_rollback(True, using=_atomic_alias()),
-            r"marked its transaction for rollback, by transaction\.set_rollback\(True\) or",
+            "marked it for rollback",
         ),
         (
             lambda: _swallow(transaction.atomic(using=_atomic_alias(), savepoint=False)),
-            r"went on after a database error|marked .* around an atomic\(savepoint=False\)",
+            "went on after a database error",
         ),
         (
             lambda: _swallow(transaction.mark_for_rollback_on_error(using=_atomic_alias())),
@@ -380,7 +379,6 @@ def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
     with pytest.raises(DatabaseError), store.transaction(record) as run:
         act(store)
         assert settle(run)
-        assert run.settled
         _end(store.alias)
     assert not store.committed(record)
     assert effects(store) == 0
@@ -397,14 +395,21 @@ def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
 
 @pytest.mark.parametrize("ends", ["commits", "rolls back"])
 @pytest.mark.parametrize("state", [State.PROCESSING, State.INTERRUPTED])
-def test_whoever_asks_waits_for_the_row_in_whatever_state_it_is(
-    server_store: DjangoStore, state: State, ends: str
+def test_whoever_asks_waits_for_the_transaction_in_whatever_state_the_record_is(
+    server_store: DjangoStore, state: State, ends: str, monkeypatch: pytest.MonkeyPatch
 ):
     """What others see of it before the commit says nothing."""
     store = server_store
     record = claimed(store, message=b"again", on_stale="requeue")
     answers: list[bool] = []
-    other = databases.add_alias("looker", {**connections[store.alias].settings_dict})
+    looks: list[bool] = []
+
+    def look(*args: Any) -> bool:
+        looks.append(is_running(*args))
+        return looks[-1]
+
+    is_running = upkeep.is_running
+    monkeypatch.setattr(upkeep, "is_running", look)
     thread = threading.Thread(target=lambda: answers.append(store.committed(record)))
     how: Any = pytest.raises(ZeroDivisionError) if ends == "rolls back" else nullcontext()
     try:
@@ -412,80 +417,29 @@ def test_whoever_asks_waits_for_the_row_in_whatever_state_it_is(
             if state is State.INTERRUPTED:
                 assert store.interrupt(KEY, token=record.token)
             assert settle(run)
-            found = store.get(KEY)
-            assert found is not None
-            assert (found.state, found.token) == (state, record.token)
             thread.start()
-            wait_for(lambda: databases.waits(other), 20, "it to wait", interval=0.15)
-            assert answers == []
+            wait_for(lambda: len(looks) > 2, 20, "it to look again")
+            assert (all(looks), answers) == (True, [])
             if ends == "rolls back":
                 raise ZeroDivisionError
     finally:
         thread.join()
-        databases.drop_alias(other)
     assert answers == [ends == "commits"]
 
 
-def died(*_: object) -> None:
-    raise IdempotencyError
-
-
-def test_a_lease_is_deleted_in_the_transaction(
-    open_atomic: Callable[..., DjangoStore], monkeypatch: pytest.MonkeyPatch
-):
-    store = open_atomic("postgresql")
-    record = claimed(store)
-    with pytest.raises(ZeroDivisionError), store.transaction(record) as run:
-        assert settle(run)
-        raise ZeroDivisionError
-    leases = "SELECT token FROM celery_idempotent_lease"
-    assert rows(store.alias, leases) == [(record.token,)]
-    with store.transaction(record) as run:
-        assert settle(run)
-        monkeypatch.setattr(store.lines, "run", died)
-    monkeypatch.undo()
-    assert rows(store.alias, leases) == []
-
-
-def test_no_settle_waits_for_a_lease_that_is_renewed(open_atomic: Callable[..., DjangoStore]):
-    """A heartbeat, frozen perhaps, has the row of the lease locked."""
-    store = open_atomic("postgresql")
-    record = claimed(store)
-    other = connections.create_connection(store.alias)
-    other.inc_thread_sharing()
+def test_a_run_whose_statement_takes_longer_than_its_lease_keeps_its_key(server_store: DjangoStore):
+    """Nobody renews it: its lock tells whoever finds the lease over that it lives."""
+    store = server_store
+    record = claimed(store, lease_ms=1_000)
+    sleep = "pg_sleep" if store.connections.own().vendor == "postgresql" else "sleep"
     with store.transaction(record) as run:
         act(store)
-        with other.cursor() as cursor:
-            cursor.execute("BEGIN; UPDATE celery_idempotent_lease SET version = version + 1")
+        execute(store.alias, f"SELECT {sleep}(2.5)")
+        assert isinstance(claim(store), Held)
+        assert store.sweep(limit=10).interrupted == ()
+        assert store.prune(limit=10) == 0
         assert settle(run)
-        assert not run.without_lease
-        with other.cursor() as cursor:
-            cursor.execute("COMMIT")
-    other.close()
     assert effects(store) == 1
-    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == []
-
-
-@pytest.mark.parametrize("vendor", databases.VENDORS)
-def test_a_lease_that_nobody_cleared_away_goes_with_the_next_sweep(
-    open_atomic: Callable[..., DjangoStore], vendor: str, monkeypatch: pytest.MonkeyPatch
-):
-    # On PostgreSQL only under the stricter isolation levels is it deleted after the transaction.
-    store = open_atomic(vendor, "repeatable read" if vendor == "postgresql" else "")
-    record = claimed(store)
-    with store.transaction(record) as run:
-        assert settle(run, keep_ms=10_000_000)
-        monkeypatch.setattr(store.lines, "run", died)
-    monkeypatch.undo()
-    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == [(record.token,)]
-    found = store.get(KEY)
-    assert found is not None
-    assert found.state is State.COMPLETED
-    shift(store, 60_001)
-    report = store.sweep(limit=10)
-    assert (report.interrupted, report.requeued, report.more) == ((), (), False)
-    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == []
-    assert store.get(KEY) == found
 
 
 def test_on_sqlite_it_has_the_write_lock_from_the_start(open_atomic: Callable[..., DjangoStore]):
@@ -519,6 +473,7 @@ class Holder:
             "identity": {"namespace": KEY.namespace, "scope": KEY.scope, "key": KEY.key},
             "token": record.token,
             "before_commit": before_commit,
+            "lease_ms": (record.deadline_ms or 0) - record.updated_ms,
         }
         env = {
             "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
@@ -568,22 +523,33 @@ def start_holder(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
         yield start
 
 
-@pytest.mark.parametrize("moment", ["while it works", "before the commit", "and was swept"])
-def test_a_frozen_run_is_ended_by_the_next_claim(
-    server_store: DjangoStore, start_holder: Callable[..., Any], moment: str
+@pytest.mark.parametrize("settled", [False, True], ids=["while it runs", "before the commit"])
+@pytest.mark.parametrize(
+    ("vendor", "level"), [("postgresql", ""), ("postgresql", "serializable"), ("mariadb", "")]
+)
+def test_a_frozen_run_is_ended_by_the_server_a_lease_later(
+    open_atomic: Callable[..., DjangoStore],
+    start_holder: Callable[..., Holder],
+    vendor: str,
+    settled: bool,
+    level: str,
 ):
     """Its locks are gone, so the next run need not wait; and when it thaws, it has done nothing."""
-    store = server_store
-    record = claimed(store)
-    holder = start_holder(store, record, before_commit=moment == "before the commit")
-    if moment == "before the commit":
+    store = open_atomic(vendor, level)
+    record = claimed(store, lease_ms=2_000)
+    holder = start_holder(store, record, before_commit=settled)
+    if settled:
         holder.tell("settle")
         assert holder.says() == "settled"
     freeze(holder.pid)
-    shift(store, 60_001)
-    if moment == "and was swept":
-        assert len(store.sweep(limit=10).interrupted) == 1
-    newer = claimed(store)
+    answers: list[Any] = []
+
+    def taken_over() -> bool:
+        answers.append(claim(store))
+        return isinstance(answers[-1], Claimed)
+
+    wait_for(taken_over, 30, interval=0.1)
+    newer = answers[-1].record
     assert newer.crashes == 1
     with store.transaction(newer) as run:
         act(store)
@@ -597,42 +563,18 @@ def test_a_frozen_run_is_ended_by_the_next_claim(
     assert (found.state, found.token) == (State.COMPLETED, newer.token)
 
 
-def test_each_claim_of_each_key_has_a_lock_of_its_own(open_store: Callable[..., DjangoStore]):
-    """Else the next claim ended the session of a newer one than that whose lease it saw run out."""
-    names = [digest(KEY), digest(Identity(namespace="charge", key="another"))]
-    own = connections[open_store("sqlite").alias]
-    session = Session(own, DIALECTS["mysql"], inside=False)
-    claims = [(name, token) for name in names for token in (1, 2, 2**62)]
-    assert len({holders.lock_number(*claim) for claim in claims}) == len(claims)
-    assert len({holders.lock_name(session, *claim) for claim in claims}) == len(claims)
-    # Of all databases of a server, these are in one space.
-    elsewhere = connections.create_connection(own.alias)
-    elsewhere.settings_dict = {**own.settings_dict, "NAME": "another"}
-    other = Session(elsewhere, DIALECTS["mysql"], inside=False)
-    assert holders.lock_name(session, *claims[0]) != holders.lock_name(other, *claims[0])
-
-
 def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
-    server_store: DjangoStore,
-    start_holder: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    server_store: DjangoStore, start_holder: Callable[..., Holder]
 ):
     store = server_store
     holder = start_holder(store, claimed(store), before_commit=True)
     holder.tell("settle")
     assert holder.says() == "settled"
     other = Identity(namespace="charge", key="another")
-    store.claim(
-        ClaimRequest(identity=other, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
-    )
+    asked: Any = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000}
+    store.claim(ClaimRequest(identity=other, **asked))
     shift(store, 60_001)
-    words = store.lines._words
-    assert words is not None
-    words.begin = words.begin.replace("5000", "100")
-    words.lock_wait = words.lock_wait.replace("5", "1")
-    report = store.sweep(limit=10)
-    assert [record.identity for record in report.interrupted] == [other]
-    assert claimed(store).crashes == 1
+    assert [record.identity for record in store.sweep(limit=10).interrupted] == [other]
 
 
 def test_a_killed_run_leaves_nothing(store: DjangoStore, start_holder: Callable[..., Any]):
@@ -652,22 +594,17 @@ def test_a_killed_run_leaves_nothing(store: DjangoStore, start_holder: Callable[
 def test_a_run_waits_for_an_earlier_session_of_its_claim_but_not_for_ever(
     server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
-    """The server may not know yet that a connection was cut: its session is the one that a later claim has to end."""
+    """The server may not know yet that a connection was cut."""
     store = server_store
     record = claimed(store)
-    name, token = digest(record.identity), record.token
     other = connections.create_connection(store.alias)
     other.inc_thread_sharing()
-    monkeypatch.setattr(atomic, "LOCK_TIMEOUT_MS", 1000)
-    monkeypatch.setattr(
-        atomic, "_LOCK_TIMEOUT_SET", atomic._LOCK_TIMEOUT_SET.replace("5000", "1000")
-    )
+    monkeypatch.setattr(atomic, "_LOCK_SECONDS", 1.0)
+    lock = f"pg_advisory_lock({POSTGRESQL_LOCK})"
+    if other.vendor == "mysql":
+        lock = "get_lock(concat('celery_idempotent:', hex(r.digest), r.token), 0)"
     with other.cursor() as cursor:
-        if other.vendor == "postgresql":
-            cursor.execute("SELECT pg_advisory_lock(%s)", (holders.lock_number(name, token),))
-        else:
-            lock = holders.lock_name(Session(other, DIALECTS["mysql"], inside=False), name, token)
-            cursor.execute("SELECT get_lock(%s, 0)", (lock,))
+        cursor.execute(f"SELECT {lock} FROM celery_idempotent_record r")
         with pytest.raises(StoreUnavailable), store.transaction(record):
             pytest.fail("it ran")
         timer = threading.Timer(0.2, other.close)
@@ -677,41 +614,6 @@ def test_a_run_waits_for_an_earlier_session_of_its_claim_but_not_for_ever(
             assert settle(run)
         timer.join()
     assert effects(store) == 1
-
-
-def test_a_run_that_may_not_be_ended_keeps_its_key(
-    open_atomic: Callable[..., DjangoStore],
-    start_holder: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
-):
-    """A role without the right to end the sessions of another: the message goes back, and the log says why, once."""
-    store = open_atomic("postgresql")
-    role = f"test_idempotent_{uuid.uuid4().hex[:12]}"
-    execute(store.alias, f"CREATE ROLE {role} LOGIN")
-    execute(store.alias, f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
-    execute(store.alias, f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {role}")
-    settings = {**connections[store.alias].settings_dict, "USER": role}
-    limited = DjangoStore(databases.add_alias("limited", settings))
-    try:
-        holder = start_holder(store, claimed(store))
-        shift(limited, 60_001)
-        answer = claim(limited)
-        assert isinstance(answer, Held)
-        assert answer.left_ms > 0
-        assert isinstance(claim(limited), Held)
-        (told,) = [each for each in caplog.records if "stays held" in each.getMessage()]
-        assert (told.levelname, told.name) == ("WARNING", "celery_idempotent.django.holders")
-        assert told.__dict__["idempotency_outcome"] == "holder_not_ended"
-        assert told.__dict__["idempotency_key"] == "order-17"
-        assert "this user may not end it" in told.getMessage()
-        holder.tell("go on")
-        assert holder.says() == "committed"
-        assert claim(limited).record.state is State.COMPLETED
-    finally:
-        limited.close()
-        databases.drop_alias("limited")
-        execute(store.alias, f"DROP OWNED BY {role}")
-        execute(store.alias, f"DROP ROLE {role}")
 
 
 def _end(alias: str) -> None:

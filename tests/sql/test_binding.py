@@ -51,7 +51,6 @@ def renewal(record: Record) -> Renewal:
     return Renewal(identity=identity, token=token, lease_ms=60_000, keep_ms=60_000)
 
 
-# More rounds than a statement needs to be planned once (plans.py).
 @pytest.mark.parametrize("rounds", [1, 6])
 def test_a_store_works_where_the_project_binds_parameters_on_the_server(store, rounds):
     for n in range(rounds):

@@ -75,7 +75,7 @@ def test_a_renewal_on_an_open_connection_ends_with_the_bound_for_an_answer(
         answer = claim(store)
         assert isinstance(answer, Claimed)
         lease = Renewal(identity=KEY, token=answer.record.token, lease_ms=60_000, keep_ms=1)
-        proxy.swallow_replies(b"UPDATE celery_idempotent_lease", times=None, silent=True)
+        proxy.swallow_replies(b"UPDATE celery_idempotent_record", times=None, silent=True)
         with pytest.raises(StoreUnavailable):
             store.renew([lease])
         assert proxy.swallowed == 2, "done again on another connection"

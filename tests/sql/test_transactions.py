@@ -21,7 +21,6 @@ from celery_idempotent.records import (
     Renewal,
     SettleRequest,
     State,
-    Stored,
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows
@@ -132,23 +131,13 @@ def test_on_sqlite_a_verb_is_part_of_the_callers_transaction(
     assert settle(store, record)
 
 
-def test_the_callers_open_connection_serves_where_it_is_idle(store: DjangoStore):
-    execute(store.alias, "SELECT 1")
-    own = connections[store.alias].connection
-    store.close()
-    record = claimed(store)
-    assert settle(store, record)
-    assert store.lines._spare._idle == []
-    assert connections[store.alias].connection is own
-
-
 def test_a_thread_that_ends_leaves_no_connection_behind(store: DjangoStore):
     connections[store.alias].close()
     store.close()
     for _ in range(3):
         in_thread(lambda: claim(store))
     # A connection that nobody closed would be a warning, and warnings are errors.
-    assert len(store.lines._spare._idle) == 1
+    assert len(store.connections._idle) == (store.connections.own().vendor != "sqlite")
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -159,7 +148,7 @@ def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(
     stores = [DjangoStore(store.alias)]
     with transaction.atomic(using=store.alias):
         stores[0].stats()
-    idle = [connection for _, connection in stores[0].lines._spare._idle]
+    idle = [connection for _, connection in stores[0].connections._idle]
 
     async def go() -> None:
         stores.clear()
@@ -171,7 +160,7 @@ def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(
         stores.clear()
         gc.collect()
     assert [connection.connection for connection in idle] == [None] * len(idle)
-    assert idle or store.lines.own().vendor == "sqlite"
+    assert idle or store.connections.own().vendor == "sqlite"
 
 
 def sessions(store: DjangoStore) -> int:
@@ -194,20 +183,13 @@ def test_many_threads_share_few_connections(open_store: Callable[..., DjangoStor
     assert sessions(store) - before <= 8
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["of the thread", "of the store"])
-def test_a_connection_that_the_server_closed_is_replaced(server_store: DjangoStore, own: bool):
+def test_a_connection_that_the_server_closed_is_replaced(server_store: DjangoStore):
     store = server_store
-    store.close()
-    connections[store.alias].close()
-    if own:
-        execute(store.alias, "SELECT 1")
     record = claimed(store)
     _end_all_sessions(store.alias)
     assert settle(store, record)
     _end_all_sessions(store.alias)
     assert claim(store).record.state is State.COMPLETED
-    if own:
-        assert rows(store.alias, "SELECT 1") == [(1,)]
 
 
 def test_a_dead_connection_in_a_transaction_does_not_stop_a_release(server_store: DjangoStore):
@@ -242,149 +224,18 @@ def test_a_forked_child_uses_connections_of_its_own(server_store: DjangoStore):
         assert claim(store).record.state is State.COMPLETED
 
 
-def make_impatient(store: DjangoStore, patch: pytest.MonkeyPatch) -> None:
-    """Let statements wait for a row no longer than a test would."""
-    from celery_idempotent.django.sql import atomic, shortcuts
-
-    words = store.lines._words
-    assert words is not None
-    words.lock_wait = words.lock_wait.replace("5", "1")
-    words.begin = words.begin.replace("5000", "100")
-    words.alone = (words.alone[0].replace("5000", "100"), words.alone[1])
-    patch.setattr(shortcuts, "LOCK_TIMEOUT_MS", 100)
-    for name in ("_LOCK_TIMEOUT_SET", "_SETTLE_WITH_LEASE"):
-        patch.setattr(atomic, name, getattr(atomic, name).replace("5000", "100"))
-
-
-def test_no_verb_waits_for_ever_for_a_row(
-    server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
-):
-    """A process froze between the settle in its transaction and the COMMIT."""
-    store = server_store
-    record = claimed(store)
-    make_impatient(store, monkeypatch)
-    verbs: list[Callable[[], Any]] = [
-        lambda: settle(store, record),
-        lambda: store.release(KEY, token=record.token),
-        lambda: store.interrupt(KEY, token=record.token),
-        lambda: store.forget(KEY),
-        lambda: settle_atomically(store, record),
-    ]
-    with transaction.atomic(using=store.alias):
-        execute(store.alias, "UPDATE celery_idempotent_record SET version = version + 1")
-        for verb in verbs:
-            with pytest.raises(StoreUnavailable):
-                in_thread_raising(verb)
-    assert settle(store, record)
-    with transaction.atomic(using=store.alias):
-        execute(store.alias, "UPDATE celery_idempotent_record SET version = version + 1")
-        with pytest.raises(StoreUnavailable):
-            in_thread_raising(lambda: store.mark_delivered(KEY, token=record.token))
-    assert store.mark_delivered(KEY, token=record.token)
-
-
-def test_no_verb_waits_for_ever_for_a_lease_or_a_counter(
-    server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
-):
-    """A process froze while it wrote one, between BEGIN and COMMIT."""
-    store = server_store
-    record = claimed(store)
-    lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=1)
-    value = Stored(content_type="a", content_encoding="b", body=b"c")
-
-    def step() -> bool:
-        return store.checkpoint(KEY, token=record.token, name="one", value=value)
-
-    store.count({("charge", "claimed"): 1})
-    make_impatient(store, monkeypatch)
-    with transaction.atomic(using=store.alias):
-        execute(store.alias, "UPDATE celery_idempotent_lease SET version = version + 1")
-        execute(store.alias, "UPDATE celery_idempotent_counter SET count = count + 1")
-        for verb in (
-            lambda: store.renew([lease]),
-            step,
-            lambda: store.count({("charge", "claimed"): 1}),
-        ):
-            with pytest.raises(StoreUnavailable):
-                in_thread_raising(verb)
-    assert store.renew([lease]) == [True]
-    assert step()
-    with transaction.atomic(using=store.alias):
-        execute(store.alias, "UPDATE celery_idempotent_lease SET version = version + 1")
-        # What is left of the lease is left to the sweep.
-        assert in_thread(lambda: settle_atomically(store, record))
-    assert rows(store.alias, "SELECT 1 FROM celery_idempotent_lease")
-
-
-def settle_atomically(store: DjangoStore, record: Record) -> bool:
-    try:
-        with store.transaction(record) as run:
-            return run.settle(
-                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
-            )
-    finally:
-        connections[store.alias].close()
-
-
-def test_the_settle_of_a_transaction_leaves_its_patience_as_the_task_set_it(
+def test_a_transaction_that_has_the_row_keeps_no_look_waiting(
     open_store: Callable[..., DjangoStore],
 ):
+    """A process froze between the settle in its transaction and the COMMIT."""
     store = open_store("postgresql")
     record = claimed(store)
-    with store.transaction(record) as run:
-        execute(store.alias, "SET LOCAL lock_timeout = 1234")
-        assert run.settle(
-            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
-        )
-        assert rows(store.alias, "SHOW lock_timeout") == [("1234ms",)]
-    assert rows(store.alias, "SHOW lock_timeout") == [("0",)]
-    connections[store.alias].close()
-
-
-def test_a_lease_whose_row_is_held_costs_the_others_no_renewal(
-    server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
-):
-    """A session froze while it wrote one of them: all other claims of the process live on."""
-    store = server_store
-    keys = [Identity(namespace="charge", key=f"order-{n}") for n in range(5)]
-    records = [claimed(store, key) for key in keys]
-    leases = [
-        Renewal(identity=key, token=record.token + (n == 4), lease_ms=600_000, keep_ms=1)
-        for n, (key, record) in enumerate(zip(keys, records, strict=True))
-    ]
-    make_impatient(store, monkeypatch)
-
-    def longer() -> list[bool]:
-        found = [store.get(key) for key in keys]
-        return [
-            new is not None and (new.deadline_ms or 0) > (old.deadline_ms or 0) + 100_000
-            for new, old in zip(found, records, strict=True)
-        ]
-
     with transaction.atomic(using=store.alias):
-        execute(
-            store.alias,
-            "UPDATE celery_idempotent_lease SET version = version + 1 WHERE token = %s",
-            (records[2].token,),
-        )
-        with pytest.raises(StoreUnavailable):
-            in_thread_raising(lambda: store.renew(leases))
-        assert in_thread(longer) == [True, True, False, True, False]
-    assert store.renew(leases) == [True, True, True, True, False]
-    assert longer() == [True, True, True, True, False]
-
-
-def in_thread_raising(do: Callable[[], Any]) -> None:
-    def caught() -> Exception | None:
-        try:
-            do()
-        except Exception as error:  # noqa: BLE001 - handed on
-            return error
-        return None
-
-    error = in_thread(caught)
-    if error is not None:
-        raise error
+        execute(store.alias, "UPDATE celery_idempotent_record SET state = 'C'")
+        assert isinstance(in_thread(lambda: claim(store)), Held)
+        assert in_thread(lambda: store.get(KEY)) == record
+        assert in_thread(lambda: store.sweep(limit=10)).interrupted == ()
+    connections[store.alias].close()
 
 
 def test_a_server_that_does_not_answer_is_unavailable(use_database: Callable[..., str]):

@@ -25,11 +25,10 @@ from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
-from django.db import OperationalError, connections, transaction
+from django.db import connections
 
 from celery_idempotent.django.sql import upkeep
-from celery_idempotent.django.sql.connections import Session
-from celery_idempotent.django.sql.rows import Row
+from celery_idempotent.django.sql.look import Look
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
@@ -89,7 +88,6 @@ def test_what_lives_longer_than_expected_is_looked_at_again_then(store: DjangoSt
     assert prune_ms(store) > before + 24 * HOUR
     shift(store, 25 * HOUR)
     assert store.prune(limit=10) == 1
-    assert rows(store.alias, "SELECT 1 FROM celery_idempotent_lease") == []
 
 
 def test_a_row_whose_retention_is_shorter_than_expected_goes_an_hour_after_it(
@@ -120,27 +118,6 @@ def test_tokens_grow_over_a_prune_though_the_clock_steps_back(store: DjangoStore
     assert claimed(store).token > token
 
 
-@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
-def test_a_prune_waits_for_nobody(open_store: Any, vendor: str):
-    """Another one, or whoever else holds some of the rows, is passed over."""
-    store = open_store(vendor)
-    for identity in MANY[:20]:
-        settle(store, claimed(store, identity), keep_ms=1)
-    shift(store, 2 * HOUR)
-    with transaction.atomic(using=store.alias):
-        held = rows(
-            store.alias, "SELECT id FROM celery_idempotent_record ORDER BY id LIMIT 5 FOR UPDATE"
-        )
-        answers: list[int] = []
-        thread = threading.Thread(target=lambda: answers.append(store.prune(limit=1000)))
-        thread.start()
-        thread.join(30)
-        assert answers == [15]
-    connections[store.alias].close()
-    assert len(held) == 5
-    assert store.prune(limit=1000) == 5
-
-
 def test_prunes_at_once_delete_each_row_once(store: DjangoStore):
     for identity in MANY:
         settle(store, claimed(store, identity), keep_ms=1)
@@ -159,67 +136,22 @@ def test_prunes_at_once_delete_each_row_once(store: DjangoStore):
 def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
     store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
-    """A renewal writes the lease row alone: the claim that follows it must notice by that."""
     record = claimed(store, lease_ms=1)
     wait_for(lambda: store.stats().stale, what="the end of its lease")
-    write, renewed = Row.write, []
+    write, renewed = Look.write, []
 
-    def overtaken(row: Row, after: Any) -> None:
-        monkeypatch.setattr(Row, "write", write)
+    def overtaken(row: Look, after: Any) -> None:
+        monkeypatch.setattr(Look, "write", write)
         lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=HOUR)
         thread = threading.Thread(target=lambda: renewed.extend(store.renew([lease])))
         thread.start()
         thread.join()
         write(row, after)
 
-    monkeypatch.setattr(Row, "write", overtaken)
+    monkeypatch.setattr(Look, "write", overtaken)
     asked: dict[str, Any] = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": HOUR}
     answer = store.claim(ClaimRequest(identity=KEY, **asked))
     assert (renewed, type(answer)) == ([True], Held)
-
-
-def test_on_sqlite_a_verb_has_the_write_lock_before_it_reads(
-    open_store: Callable[..., DjangoStore],
-):
-    """One that began as a reader could not wait for it, and would collide with every other writer."""
-    store = open_store("sqlite")
-    other = connections.create_connection(store.alias)
-
-    def verb(session: Session) -> None:
-        with session.transaction(), other.cursor() as cursor:
-            cursor.execute("PRAGMA busy_timeout = 0")
-            with pytest.raises(OperationalError, match="locked"):
-                cursor.execute("BEGIN IMMEDIATE")
-
-    store.lines.run(verb)
-    other.close()
-
-
-def test_a_sweep_with_a_limit_begins_with_what_has_waited_longest(store: DjangoStore):
-    later, sooner = MANY[:2]
-    claimed(store, later, lease_ms=2)
-    claimed(store, sooner, lease_ms=1)
-    shift(store, HOUR)
-    execute(
-        store.alias,
-        "UPDATE celery_idempotent_lease SET due_ms = due_ms - 1000 WHERE token ="
-        " (SELECT max(token) FROM celery_idempotent_record)",
-    )
-    connections[store.alias].close()
-    report = store.sweep(limit=1)
-    assert ([each.identity for each in report.interrupted], report.more) == ([sooner], True)
-
-
-def test_an_interrupted_record_whose_lease_row_was_deleted_by_hand_has_no_deadline(
-    store: DjangoStore,
-):
-    record = claimed(store)
-    assert store.interrupt(KEY, token=record.token)
-    execute(store.alias, "DELETE FROM celery_idempotent_lease")
-    connections[store.alias].close()
-    found = store.get(KEY)
-    assert found is not None
-    assert (found.state, found.deadline_ms) == (State.INTERRUPTED, None)
 
 
 def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(store: DjangoStore):
@@ -273,5 +205,4 @@ def test_counts_are_bounded_and_say_so(
         )
     assert said() == ("0", "1", "3")
     store.settle(SettleRequest(record=make(4), state=State.FAILED, value=None, keep_ms=900_000))
-    # A reservation without a message may be among those that were not looked at.
-    assert said() == ("0+", "1+", "3+")
+    assert said() == ("0", "1", "3+")

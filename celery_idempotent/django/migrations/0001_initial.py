@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from django.db import migrations, models
 
-from celery_idempotent.django.fields import EndedIndex, ShortBinaryField
+from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
 
 if TYPE_CHECKING:
     from django.apps.registry import Apps
@@ -20,8 +20,7 @@ def leave_room(_: Apps, editor: BaseDatabaseSchemaEditor) -> None:
     An update whose indexed columns stay as they are then stays in its page, and no index is touched.
     """
     if editor.connection.vendor == "postgresql":
-        for table in ("record", "lease"):
-            editor.execute(f"ALTER TABLE celery_idempotent_{table} SET (fillfactor = 70)")
+        editor.execute("ALTER TABLE celery_idempotent_record SET (fillfactor = 90)")
 
 
 class Migration(migrations.Migration):
@@ -40,44 +39,17 @@ class Migration(migrations.Migration):
             options={"default_permissions": ()},
         ),
         migrations.CreateModel(
-            name="Lease",
+            name="Record",
             fields=[
                 (
                     "digest",
                     ShortBinaryField(max_length=16, primary_key=True, serialize=False),
                 ),
-                ("token", models.BigIntegerField()),
-                ("deadline_ms", models.BigIntegerField(null=True)),
-                ("due_ms", models.BigIntegerField(db_index=True, null=True)),
-                ("expires_ms", models.BigIntegerField()),
-                ("version", models.IntegerField()),
-                ("requeues", models.IntegerField()),
-                ("state", models.CharField(max_length=1)),
-                ("on_stale", models.CharField(max_length=1)),
-                ("attempt", ShortBinaryField(max_length=16)),
-                ("worker", models.TextField()),
-                ("message", models.BinaryField(null=True)),
-                ("steps", models.BinaryField(null=True)),
-            ],
-            options={
-                "default_permissions": (),
-                "indexes": [
-                    EndedIndex(fields=["state", "token", "digest"], name="celery_idempotent_ended")
-                ],
-            },
-        ),
-        migrations.CreateModel(
-            name="Record",
-            fields=[
-                ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                ("token", models.BigIntegerField()),
-                ("created_ms", models.BigIntegerField()),
-                ("updated_ms", models.BigIntegerField()),
-                ("expires_ms", models.BigIntegerField()),
+                ("namespace", models.CharField(max_length=255)),
+                ("scope", models.TextField()),
+                ("key", models.TextField()),
                 ("prune_ms", models.BigIntegerField(db_index=True)),
                 ("version", models.IntegerField()),
-                ("crashes", models.IntegerField()),
-                ("attempts", models.IntegerField()),
                 (
                     "state",
                     models.CharField(
@@ -92,20 +64,23 @@ class Migration(migrations.Migration):
                         ],
                     ),
                 ),
-                ("reserved", models.BooleanField()),
-                ("replaced", models.BooleanField()),
-                ("delivered", models.BooleanField()),
-                ("swept", models.BooleanField()),
-                ("digest", ShortBinaryField(max_length=16, unique=True)),
-                ("fingerprint", ShortBinaryField(max_length=16, null=True)),
-                ("namespace", models.CharField(max_length=255)),
-                ("scope", models.TextField()),
-                ("key", models.TextField()),
+                ("token", models.BigIntegerField()),
+                ("created_ms", models.BigIntegerField()),
+                ("updated_ms", models.BigIntegerField()),
+                ("deadline_ms", models.BigIntegerField(null=True)),
+                ("due_ms", models.BigIntegerField(null=True)),
+                ("expires_ms", models.BigIntegerField()),
+                ("crashes", models.IntegerField()),
                 ("task_id", models.TextField()),
+                ("data", models.TextField()),
                 ("value", models.BinaryField(null=True)),
-                ("note", models.TextField()),
             ],
-            options={"default_permissions": ()},
+            options={
+                "default_permissions": (),
+                "indexes": [
+                    UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished")
+                ],
+            },
         ),
         migrations.CreateModel(
             name="Sweep",

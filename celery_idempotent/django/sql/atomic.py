@@ -1,183 +1,260 @@
-"""A task's own transaction, which settles its record too.
-
-How a later claim ends a frozen one is in :mod:`celery_idempotent.django.sql.holders`.
+"""A task's own transaction, whose last statement settles its record.
 
 ::
 
-    worker A   claim ─ BEGIN ─ lock named after the claim ─ run() ──(frozen)
-    worker B                      lease runs out ─ claim: who holds that lock? ─ ends A's session,
-                                  which rolls back ─ claims, with a larger token
-    worker A   (thawed) ─ its connection is gone: nothing of its run is there
+    claim (committed) ─ BEGIN, lock, time-out ─ run() ─ settle, if the token is ours ─ COMMIT ─ ack
 
-The named lock lasts as long as A's transaction (on MariaDB and MySQL until it is released after that), so the database
-itself tells who is at work. The row of the record is written by the last statement only (on SQLite, for the lock that
-there is for writing, by the first one, too), and on condition that it still has the claim's token.
+Three things of the database do what the heartbeat does for other runs:
+
+- *The lock* (an advisory lock of the transaction on PostgreSQL, ``get_lock`` on MariaDB and MySQL) tells whoever finds
+  the lease over that the run is alive. Nobody renews: a renewal from another session would break the settle at
+  REPEATABLE READ ("could not serialize access due to concurrent update").
+- *The time-out* ends a transaction that is silent for a lease, as that of a frozen worker: the lock is free, and the
+  next claim takes over. A statement that runs is no silence, however long it takes.
+- *The condition on the token* refuses whoever is late all the same.
+
+SQLite has one writer, and nothing that ends a frozen one.
 """
 
 from __future__ import annotations
 
 import logging
+import sqlite3
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from django.db import Error
+from celery.exceptions import SoftTimeLimitExceeded
+from django.db import Error, OperationalError
+from django.db.transaction import Atomic
 
-from celery_idempotent import errors
-from celery_idempotent.django.sql import plans
-from celery_idempotent.django.sql.blocks import RunBlock, refuse_outer
-from celery_idempotent.django.sql.columns import (
-    LIVE_SQL,
-    PRUNE_SLACK_MS,
-    ColumnValues,
-    ReadRows,
-    digest,
+from celery_idempotent import backoff
+from celery_idempotent.django.sql.connections import Connections, Session
+from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, Kind, error_code, kind
+from celery_idempotent.django.sql.look import settle_claim
+from celery_idempotent.django.sql.rows import OPEN, digest
+from celery_idempotent.errors import (
+    IdempotencyError,
+    LeaseLost,
+    StoreMisconfigured,
+    StoreUnavailable,
 )
-from celery_idempotent.django.sql.connections import Lines, Session
-from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
-from celery_idempotent.django.sql.elsewhere import OtherConnections
-from celery_idempotent.django.sql.ended import SessionLost, check_open, is_open, raise_if_over
-from celery_idempotent.django.sql.holders import lock_name, lock_number
-from celery_idempotent.django.sql.interruptions import drop, sound
 from celery_idempotent.records import Identity, Record, SettleRequest
-from celery_idempotent.stores.values import LETTERS, pack_value
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
 logger = logging.getLogger(__name__)
 
-#: Those that may still wait to hear what became of their COMMIT, by identity and token.
+_SAVEPOINT, _STEP = "celery_idempotent_run", "celery_idempotent_step"
+_OURS = f"digest = %s AND token = %s AND {OPEN}"
+#: How long to wait for an earlier session of the same claim: the server may not know yet that it is gone.
+_LOCK_SECONDS = 2.0
+#: How often PostgreSQL looks whether the client of a running statement is still there.
+_CHECK_MS = 5_000
+
+#: The SQLSTATE of a statement in a transaction that an earlier one has broken.
+_ABORTED = "25P02"
+#: Releasing a savepoint that is not there: in another transaction, and in none; MySQL.
+_NO_SAVEPOINT = ("3B001", "25P01", 1305)
+#: A write in a read-only transaction.
+_READ_ONLY = "25006"
+
+_CLOSED = (
+    "the task closed the connection of its own transaction (close_old_connections(), connections.close_all(), or"
+    " connection.close()), which rolled it back: leave that to what comes after an idempotency_atomic task"
+)
+_BROKEN = (
+    "the task went on after a database error inside its transaction, or marked it for rollback: put a statement that"
+    " may fail in a transaction.atomic() of its own, and catch the error around it"
+)
+_ENDED = (
+    "the transaction that should have settled the task's record is over before its time. The task committed or rolled"
+    " it back, perhaps by a statement that commits by itself, or went on after a deadlock, which rolls back"
+    " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
+)
+
+#: The runs of this process that may still be asked about: by identity and token.
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 
-_SAVEPOINT = "celery_idempotent_run"
-#: Behind a pooler the session may not know the plan of the settle: that must not cost the task its transaction.
-_BEFORE_SETTLE = "celery_idempotent_settle"
-#: Also one that a sweep failed: the token decides.
-_OURS = f" WHERE digest = %s AND token = %s AND ({LIVE_SQL} OR (state = 'F' AND swept))"
 
-#: Bounds the waits of one statement of ours, and of none of the task's, nor its COMMIT: ``was`` is what it had.
-_LOCK_TIMEOUT_SET = (
-    "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), lock_wait AS MATERIALIZED"
-    f" (SELECT was, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true) FROM own)"
-)
-_LOCK_TIMEOUT_RESTORED = "set_config('lock_timeout', was, true)"
+class SessionLost(OperationalError):
+    """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
 
-_SETTLE = (
-    "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s, reserved = %s, swept = false,"
-    " updated_ms = {now}, expires_ms = {now} + %s, prune_ms = {least}(prune_ms, {now} + %s),"
-    " version = version + 1{source}" + _OURS
-)
-_SETTLE_TYPES = plans.types_of(("", b"", True, True, 0, 0, b"", 0))
+    def __init__(self) -> None:
+        super().__init__(
+            "the session of the task's transaction was lost before the COMMIT: everything is rolled back. The database"
+            " ends one that is silent for longer than the task's idempotency_lease"
+        )
 
-#: On PostgreSQL the lease goes with it, if nobody else has its row locked: the task's transaction must not fail for it.
-#: Nor under REPEATABLE READ or stricter, for a heartbeat may have renewed it since the snapshot of the transaction.
-_SETTLE_WITH_LEASE = (
-    _LOCK_TIMEOUT_SET + ", r AS ({settle} RETURNING digest, token),"
-    " free AS (SELECT e.digest FROM celery_idempotent_lease e, r WHERE e.digest = r.digest AND e.token = r.token"
-    " AND current_setting('transaction_isolation') = 'read committed' FOR UPDATE OF e SKIP LOCKED),"
-    " l AS (DELETE FROM celery_idempotent_lease e USING free WHERE e.digest = free.digest RETURNING 1)"
-    f" SELECT (SELECT count(*) FROM r), (SELECT count(*) FROM l), {_LOCK_TIMEOUT_RESTORED} FROM lock_wait"
-)
+
+class TransactionEnded(StoreMisconfigured):
+    """The task ended the transaction that should have settled its record with its own writes."""
 
 
 class ClaimTransaction:
-    """The transaction of one claim, from just after its BEGIN; without a claim, a transaction only.
+    """The transaction of one claim; without a claim, a transaction only.
 
-    :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block
-    brings. ``settled`` tells whether it was done: an error that leaves the block after that may
-    come from a COMMIT whose answer was lost. Then
-    :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went: it waits for
-    the row, whatever its state.
+    :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block brings. An error
+    that leaves the block after that may come from a COMMIT whose answer was lost:
+    :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went.
     """
 
-    def __init__(self, session: Session, record: Record | None) -> None:
-        self.settled = False
-        #: Is the lease deleted in this transaction, too?
-        self.without_lease = False
-        #: The functions that wait for the commit and were not called yet.
-        self.waiting: list[Callable[[], None]] = []
-        self._other_connections = OtherConnections(session.connection)
+    def __init__(
+        self, connections: Connections, own: BaseDatabaseWrapper, record: Record | None
+    ) -> None:
         self.record = record
-        self._session = session
-        #: What settles by a plan of the server's, where it has one.
-        self._planned: str | None = None
-
-    def of(self, record: Record) -> bool:
-        """Is this the run of that claim?"""
-        mine = self.record
-        return mine is not None and (mine.identity, mine.token) == (record.identity, record.token)
-
-    def plan(self) -> None:
-        """Have the server plan the settle; before the BEGIN."""
-        if self.record is not None:
-            self._planned = plans.plan(self._session, self._settle_sql(), _SETTLE_TYPES)
-
-    def begin(self) -> None:
-        """Take the lock named after the claim, once no earlier session has it: one that was cut off may live on.
-
-        Raises :exc:`~celery_idempotent.errors.LeaseLost` if the claim is over.
-        """
-        session, record = self._session, self.record
-        claim = (b"", 0) if record is None else _claim_of(record)
-        if session.words.vendor == "sqlite":
-            # The first statement being a write, it waits for the lock that there is for writing;
-            # Django's BEGIN alone takes none, and a reader cannot wait for it later.
-            ours = session.execute(
-                "UPDATE celery_idempotent_record SET version = version" + _OURS, claim
-            )
-        elif record is None:
-            return
-        elif session.words.vendor == "postgresql":
-            ours = self._begin_on_postgresql(*claim)
-        else:
-            ((got,),) = session.rows(
-                "SELECT get_lock(%s, %s)", (lock_name(session, *claim), LOCK_TIMEOUT_MS / 1000)
-            )
-            if got != 1:
-                raise errors.StoreUnavailable(
-                    f"another session is still in the transaction of the claim of {record.identity}"
-                )
-            ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
-        if record is None:
-            return
-        if not ours:
-            raise errors.LeaseLost(f"the claim of {record.identity} is no longer ours")
-        if session.words.vendor != "postgresql":
-            session.execute(f"SAVEPOINT {_SAVEPOINT}")
-
-    def _begin_on_postgresql(self, name: bytes, token: int) -> int:
-        # Without parameters several statements go at once.
-        ours = _OURS % (f"decode('{name.hex()}', 'hex')", f"{token:d}")
-        look, lock = f" FROM celery_idempotent_record{ours}", lock_number(name, token)
-        found = self._session.rows_of_last(
-            f"SAVEPOINT {_SAVEPOINT}; SELECT pg_try_advisory_xact_lock({lock:d}){look}"
-        )
-        if found == [(False,)]:
-            # The second statement sees what was committed while the first waited.
-            found = self._session.rows_of_last(
-                f"{_LOCK_TIMEOUT_SET} SELECT pg_advisory_xact_lock({lock:d}),"
-                f" {_LOCK_TIMEOUT_RESTORED} FROM lock_wait; SELECT 1{look}"
-            )
-        return len(found)
+        #: Is it open?
+        self.running = False
+        #: Was its session lost?
+        self.lost = False
+        #: The functions that wait for the commit, if its answer was lost.
+        self.waiting: list[Callable[[], object]] = []
+        self._own = own
+        self._session = Session(own, connections.dialect(own))
+        #: Is it within the transaction of a TestCase?
+        self.nested = own.in_atomic_block
+        self._block = Atomic(connections.alias, True, False)
+        self._entered = False
+        #: What the session had for its time-out (MariaDB, MySQL).
+        self._timeout: tuple[str, int] | None = None
 
     def has(self, connection: object) -> bool:
-        """Is this the connection of another thread, to the same database?"""
-        return self._other_connections.has(connection)
+        """Is this the connection of another thread?"""
+        return connection is not self._own
 
-    def guards(self, connection: object) -> bool:
-        """Would a reader of the task expect a write there to be part of the transaction?"""
-        return self._other_connections.guards(connection)
+    def passes(self, error: Exception, *, at_end: bool) -> bool:
+        """Is this the loss of the session or, at the end, a serialization failure or a deadlock?"""
+        if not isinstance(error, Error):
+            return False
+        if self.lost or isinstance(error, SessionLost):
+            return True
+        return at_end and kind(error, self._own.vendor) in ("conflict", "lost")
 
-    def outside(self) -> AbstractContextManager[None]:
-        """Refuse statements that write, other than through another connection."""
-        return self._other_connections.step()
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Refuse statements that write, for the length of a step: what it did stays when the run is rolled back.
 
-    def unlock(self) -> None:
-        """Unlock the claim, where a lock outlives its transaction."""
-        session, record = self._session, self.record
-        if session.words.vendor == "mysql" and record is not None:
-            with suppress(Error):
-                lock = lock_name(session, *_claim_of(record))
-                if session.connection.connection is not None:
-                    session.rows("SELECT release_lock(%s)", (lock,))
+        By the database itself: a savepoint that is read-only on PostgreSQL, ``PRAGMA query_only`` on SQLite. MariaDB
+        and MySQL have nothing of the kind within a transaction.
+
+        Raises:
+            IdempotencyError: for a statement that writes.
+        """
+        before, after = {
+            "postgresql": (
+                f"SAVEPOINT {_STEP}; SET LOCAL transaction_read_only = on",
+                f"ROLLBACK TO SAVEPOINT {_STEP}; RELEASE SAVEPOINT {_STEP}",
+            ),
+            "sqlite": ("PRAGMA query_only = 1", "PRAGMA query_only = 0"),
+        }.get(self._own.vendor, ("", ""))
+        self._execute_all(before)
+        try:
+            yield
+        except Error as error:
+            if error_code(error) != _READ_ONLY and "readonly" not in str(error):
+                raise
+            raise IdempotencyError(
+                "a step of an idempotency_atomic task may not write to the database of its transaction: it is not done"
+                " again, so a rollback of the task would undo the write for good. Write outside of the step"
+            ) from error
+        finally:
+            if self._own.connection is not None:
+                with suppress(Error):
+                    self._execute_all(after)
+
+    def _execute_all(self, statements: str) -> None:
+        for statement in filter(None, statements.split("; ")):
+            self._session.execute(statement)
+
+    def begin(self) -> None:
+        """Begin, take the lock and set the time-out; in one statement on PostgreSQL.
+
+        Raises:
+            LeaseLost: if the claim is over.
+            StoreUnavailable: if another session is still in the transaction of this very claim.
+        """
+        give_up, attempt = time.monotonic() + _LOCK_SECONDS, 0
+        while True:
+            attempt += 1
+            self.running = True
+            if not self.nested:
+                # Django leaves that of an earlier transaction there.
+                self._own.rollback_exc = None  # type: ignore[attr-defined]
+            if self._own.vendor == "mysql":
+                found = self._lock_session()
+            self._block.__enter__()
+            self._entered = True
+            if self._own.vendor != "mysql":
+                found = self._lock_transaction()
+            if self.record is None:
+                return
+            if found == [(1,)]:
+                break
+            self.roll_back(LeaseLost())
+            if not found:
+                raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
+            if not backoff.pause(attempt, until=give_up, first=0.02, longest=0.2):
+                raise StoreUnavailable(
+                    f"another session is still in the transaction of the claim of {self.record.identity}"
+                )
+        if self._own.vendor != "postgresql":
+            self._session.execute(f"SAVEPOINT {_SAVEPOINT}")
+
+    def _lock_transaction(self) -> list[tuple[Any, ...]]:
+        """Return ``[(1,)]`` if the lock is ours, ``[(0,)]`` if it is another's, nothing if the claim is over."""
+        claim = (b"", 0) if self.record is None else _claim_of(self.record)
+        if self._own.vendor == "sqlite":
+            # A write, so that it takes the write lock first thing: a reader cannot wait for that later.
+            ours = self._session.execute(
+                f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}", claim
+            )
+            return [(1,)] if ours else []
+        if self.record is None:
+            return []
+        lease_ms = _lease_ms(self.record)
+        bounds = {
+            "idle_in_transaction_session_timeout": lease_ms,
+            # For a client that takes no more of a result, over TCP.
+            "tcp_user_timeout": lease_ms,
+        }
+        if self._own.connection.info.server_version >= 140_000:
+            # For a statement of a worker that was killed: without, the server goes on with it.
+            bounds["client_connection_check_interval"] = min(lease_ms, _CHECK_MS)
+        found = self._session.rows(
+            f"SELECT CASE WHEN pg_try_advisory_xact_lock({POSTGRESQL_LOCK}) THEN 1 ELSE 0 END,"
+            f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
+            " set_config('celery_idempotent.token', r.token::text, true)"
+            f" FROM celery_idempotent_record r WHERE {_OURS}",
+            claim,
+        )
+        return [row[:1] for row in found]
+
+    def _lock_session(self) -> list[tuple[Any, ...]]:
+        """The same before the BEGIN, since lock and time-out are the session's; :meth:`_unlock` undoes both."""
+        if self.record is None:
+            return []
+        # MySQL has no time-out for transactions: the session's own does it.
+        mariadb = getattr(self._own, "mysql_is_mariadb", False)
+        variable = "idle_transaction_timeout" if mariadb else "wait_timeout"
+        ((locked, known, ours),) = self._session.rows(
+            f"SELECT get_lock(%s, 0), @@SESSION.{variable},"
+            f" (SELECT count(*) FROM celery_idempotent_record WHERE {_OURS})",
+            (self._lock_name(), *_claim_of(self.record)),
+        )
+        lease = max(_lease_ms(self.record) // 1000, 1)
+        self._timeout = (variable, known)
+        if not known or lease < known:
+            self._session.execute(f"SET SESSION {variable} = {lease}")
+        return [(locked,)] if ours else []
+
+    def _lock_name(self) -> str:
+        assert self.record is not None
+        name, token = _claim_of(self.record)
+        return f"celery_idempotent:{name.hex().upper()}{token}"
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state with the task's own writes; ``False`` if another has the key by now.
@@ -187,139 +264,255 @@ class ClaimTransaction:
             StoreUnavailable: if the record could not be reached: roll back, and try again.
             Error: what befell the transaction as a whole, a serialization failure for instance.
         """
-        session, record, keep_ms = self._session, request.record, max(request.keep_ms, 1)
+        own, session, record = self._own, self._session, request.record
         if self.record is None:
-            raise errors.StoreMisconfigured("this transaction has no claim to settle")
-        bounded = session.words.vendor == "postgresql"
-        # If so, the savepoint is released in one round trip with the settle.
-        open_ = bounded and self.of(record) and is_open(session.connection)
-        if self.of(record) and not open_:
-            check_open(session, _SAVEPOINT)
-        statement = self._settle_sql()
-        value = None if request.value is None else pack_value(request.value)
-        if value is not None and not session.takes(value):
-            logger.warning(
-                "idempotency: the result of %s, of %d bytes, is more than the database accepts (max_allowed_packet), "
-                "and is not kept in its record: duplicates will look for it in the result backend",
-                record.identity,
-                len(value),
-            )
-            value = None
-        params = (
-            LETTERS[request.state],
-            value,
-            request.replaced,
-            False,
-            keep_ms,
-            keep_ms + PRUNE_SLACK_MS,
-            *_claim_of(record),
-        )
+            raise StoreMisconfigured("this transaction has no claim to settle")
+        if own.closed_in_transaction or own.connection is None:
+            raise TransactionEnded(_CLOSED)
+        if own.needs_rollback:
+            raise self._doomed()
+        mine = _claim_of(self.record) == _claim_of(record)
         try:
-            if bounded:
-                ((written, deleted, _),) = self._settle_with_lease(statement, params, open_=open_)
-                self.without_lease = bool(deleted)
+            if mine and own.vendor != "postgresql":
+                # Set first thing in the transaction, so it exists only as long as the transaction does.
+                session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+            if settle_claim(session, request, atomic=True):
+                return True
+            if mine and own.vendor == "postgresql":
+                name = "current_setting('celery_idempotent.token', true)"
+                if session.rows(f"SELECT {name}") != [(str(record.token),)]:
+                    raise TransactionEnded(_ENDED)
+        except Error as error:
+            trouble = kind(error, own.vendor)
+            if trouble == "conflict":
+                raise
+            raise self._settle_error(error, trouble, record) from error
+        return False
+
+    def _doomed(self) -> Exception:
+        """Return why a transaction that is marked for rollback can settle nothing: its session may be lost."""
+        own = self._own
+        cause = getattr(own, "rollback_exc", None)
+        own.needs_rollback = False
+        try:
+            self._session.execute("SELECT 1")
+        except Error as error:
+            if kind(error, own.vendor) == "lost":
+                return SessionLost()
+        finally:
+            own.needs_rollback = True
+        ended = TransactionEnded(_BROKEN)
+        ended.__cause__ = cause
+        return ended
+
+    def _settle_error(self, error: Error, trouble: Kind, record: Record) -> Exception:
+        if trouble == "lost":
+            return SessionLost()
+        if error_code(error) == _ABORTED:
+            return TransactionEnded(_BROKEN)
+        if error_code(error) in _NO_SAVEPOINT or "no such savepoint" in str(error):
+            return TransactionEnded(_ENDED)
+        return StoreUnavailable(
+            f"the record of {record.identity} could not be settled in the task's transaction"
+            f" ({type(error).__name__})"
+        )
+
+    def commit(self) -> None:
+        """Commit. What waits for that (``on_commit``) does not undo it: an exception there is logged, not raised."""
+        own, waiting = self._own, []
+        if not self.nested:
+            hooks: list[Any] = own.run_on_commit
+            hooks[:] = [
+                (hook[0], partial(_call_hook, hook[1], self.record), False) for hook in hooks
+            ]
+            waiting = [hook[1] for hook in hooks]
+        try:
+            self._block.__exit__(None, None, None)
+        except BaseException as error:
+            if isinstance(error, Error):
+                self.waiting = waiting
+            if not self.nested and (is_async(error) or not own.autocommit):
+                drop(own)
+            raise
+        finally:
+            self.running = False
+            self._unlock()
+
+    def roll_back(self, error: BaseException) -> None:
+        """Roll back, whatever state the session is in.
+
+        Django turns autocommit on whatever came of its ROLLBACK, and that *commits* on MySQL and SQLite: a time limit
+        that strikes there would leave the writes of a task without their record. So the connection is closed then.
+        """
+        own, was_running, self.running = self._own, self.running, False
+        entered, self._entered = self._entered, False
+        if not was_running:
+            return
+        if self.nested:
+            if entered:
+                self._block.__exit__(type(error), error, error.__traceback__)
+            return
+        try:
+            if own.connection is None or not entered or is_async(error):
+                drop(own)
             else:
-                written = session.write(statement, params)
-        except Error as error:
-            if open_:
-                raise_if_over(error)
-            if self.passes(error):
-                raise
-            raise errors.StoreUnavailable(
-                f"the record of {record.identity} could not be settled in the task's transaction"
-                f" ({type(error).__name__})"
-            ) from error
-        self.settled = written == 1
-        return self.settled
+                with own.wrap_database_errors:
+                    own.connection.rollback()
+                self._block.__exit__(type(error), error, error.__traceback__)
+                self._unlock()
+        except Error:
+            self.lost = True
+            drop(own)
+        except BaseException:
+            drop(own)
+            raise
 
-    def _settle_sql(self) -> str:
-        words = self._session.words
-        if words.vendor != "postgresql":
-            return _SETTLE.format(now=words.now_ms, least=words.least, source="")
-        settle = _SETTLE.format(now=words.now_ms, least=words.least, source=" FROM lock_wait")
-        return _SETTLE_WITH_LEASE.format(settle=settle)
-
-    def _settle_with_lease(self, sql: str, params: ColumnValues, *, open_: bool) -> ReadRows:
-        session = self._session
-        if not open_:
-            return session.rows_of_last(sql, params)
-        release = f"RELEASE SAVEPOINT {_SAVEPOINT}; "
-        if self._planned is None:
-            return session.rows_of_last(release + sql, params)
+    def _unlock(self) -> None:
+        """Undo what :meth:`_lock_session` did."""
+        if self._timeout is None:
+            return
+        variable, known = self._timeout
+        self._timeout = None
         try:
-            return session.rows_of_last(
-                f"{release}SAVEPOINT {_BEFORE_SETTLE}; {self._planned}", params
-            )
-        except Error as error:
-            if not plans.is_missing(session, error):
-                raise
-        return session.rows_of_last(f"ROLLBACK TO SAVEPOINT {_BEFORE_SETTLE}; {sql}", params)
-
-    def passes(self, error: Exception) -> bool:
-        """Is this a serialization failure, a deadlock, or the loss of the session?"""
-        vendor = self._session.words.vendor
-        return isinstance(error, SessionLost) or (
-            isinstance(error, Error) and kind(error, vendor) in ("conflict", "lost")
-        )
+            if self._own.connection is not None:
+                self._session.execute(
+                    f"SET SESSION {variable} = {known}, @celery_idempotent = release_lock(%s)",
+                    (self._lock_name(),),
+                )
+        except Error:
+            drop(self._own)
 
 
 @contextmanager
-def transaction(lines: Lines, record: Record | None) -> Iterator[ClaimTransaction]:
+def transaction(connections: Connections, record: Record | None) -> Iterator[ClaimTransaction]:
     """Open the thread's own transaction for the run of a claim, or for one that settles nothing."""
-    own = lines.own()
-    refuse_outer(own)
-    session = Session(own, lines.words(own), inside=True)
-    run = ClaimTransaction(session, record)
-    if record is not None:
-        _runs[record.identity, record.token] = run
-    nested = own.in_atomic_block
-    begun = RunBlock(lines, own, run, record, nested=nested)
+    own = connections.own()
+    # Django's TestCase wraps each test in blocks of its own.
+    outer = [block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)]
+    if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
+        raise StoreMisconfigured(
+            "an idempotency_atomic task commits its own writes with its record, so it cannot run"
+            " inside another transaction: call it outside of atomic()"
+        )
+    run = _begun(connections, own, record)
     try:
-        with begun:
-            yield run
-        run.unlock()
+        yield run
+        if run.running:
+            run.commit()
     except BaseException as error:
-        if not begun.over:
-            if not nested and not sound(own, error):
-                drop(own)
-            run.unlock()
+        run.roll_back(error)
+        if run.lost and isinstance(error, Error) and not isinstance(error, OperationalError):
+            # 25P03 is an InternalError to Django: an autoretry_for of OperationalError shall see it.
+            raise SessionLost from error
         raise
-    if run.settled and record is not None and not run.without_lease:
-        # Not in the transaction: a heartbeat renews it right now, or did so meanwhile, and under REPEATABLE READ it
-        # could not be deleted any more. A sweep does what is not done here, or was lost in a crash.
-        claim = _claim_of(record)
-        with suppress(errors.IdempotencyError):
-            lines.run(
-                lambda session: session.write(
-                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s",
-                    claim,
-                    durable=False,
-                )
-            )
 
 
-def _claim_of(record: Record) -> tuple[bytes, int]:
-    """Return what a claim's rows are found by."""
-    return digest(record.identity), record.token
+def _begun(
+    connections: Connections, own: BaseDatabaseWrapper, record: Record | None
+) -> ClaimTransaction:
+    """Begin, once more if the server had closed the connection: nothing has run yet."""
+    for again in (True, False):
+        run = ClaimTransaction(connections, own, record)
+        if record is not None:
+            _runs[record.identity, record.token] = run
+        try:
+            run.begin()
+        except Error as error:
+            trouble: Kind = kind(error, own.vendor)
+            run.roll_back(error)
+            if not run.nested:
+                drop(own)
+            if trouble != "lost" or not again:
+                raise connections.trouble(error, trouble) from error
+        except BaseException as error:
+            run.roll_back(error)
+            raise
+        else:
+            return run
+    raise AssertionError("unreachable")
 
 
-def answer(record: Record, *, committed: bool) -> None:
+def is_running(identity: Identity, token: int) -> bool:
+    """Is the run of this claim within its transaction, in this process?"""
+    run = _runs.get((identity, token))
+    return run is not None and run.running
+
+
+def resolve_commit(record: Record, *, committed: bool) -> None:
     """Call what waits for the commit of this claim's run, or drop it, now that its lost answer is known."""
-    run = _runs.pop((record.identity, record.token), None)
-    waiting = [] if run is None else run.waiting[:]
-    if run is not None:
-        run.waiting.clear()
-    with suppress(Exception):  # a time limit, which is logged, and ends them all
-        for function in waiting if committed else ():
-            function()
+    run = _runs.get((record.identity, record.token))
+    if run is None:
+        return
+    waiting, run.waiting = run.waiting, []
+    for function in waiting if committed else ():
+        function()
 
 
-def abandon(lines: Lines, record: Record) -> None:
-    """End the transaction that this thread began for a claim, if it is still open.
+def _call_hook(function: Callable[[], object], record: Record | None) -> None:
+    """Call what waited for the commit; one that fails does not stop the others, nor fails a task that is committed."""
+    try:
+        function()
+    except Exception:
+        while isinstance(function, partial):
+            function = function.func
+        key = "" if record is None else record.identity.key
+        logger.exception(
+            "idempotency: %s is committed, but a function that waited for that failed: %s",
+            "a task" if record is None else record.identity.namespace,
+            getattr(function, "__qualname__", type(function).__qualname__),
+            extra={"idempotency_outcome": "on_commit_failed", "idempotency_key": key},
+        )
+
+
+def abandon(connections: Connections, record: Record) -> None:
+    """Close the connection if the run of this claim is still within its transaction.
 
     An exception that strikes between two contexts leaves it to the garbage collector, which comes too late: a verb on
     SQLite would be part of it.
     """
-    for block in lines.own().atomic_blocks:
-        if isinstance(block, RunBlock) and block.abandoned(record):
-            return
+    run = _runs.get((record.identity, record.token))
+    if run is not None and run.running and not run.nested:
+        run.running = False
+        drop(connections.own())
+
+
+def is_async(error: BaseException | None) -> bool:
+    """May this have been raised by a signal handler, in the middle of an exchange with the database?"""
+    while error is not None:
+        if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def drop(own: BaseDatabaseWrapper) -> None:
+    """Close the connection, in whatever state it is: the database rolls back what is not committed."""
+    own.atomic_blocks, own.savepoint_ids, own.run_on_commit = [], [], []
+    own.in_atomic_block = own.needs_rollback = own.closed_in_transaction = False
+    if own.connection is not None and own.vendor == "sqlite":
+        # Django never closes a database in memory. The task may have closed it by the driver's own method.
+        with suppress(sqlite3.ProgrammingError):
+            own.connection.rollback()
+    with suppress(Exception):
+        own.close()
+    if own.vendor != "sqlite" or not own.is_in_memory_db():  # type: ignore[attr-defined]
+        own.connection = None
+
+
+def _claim_of(record: Record) -> tuple[bytes, int]:
+    """Return what finds a claim's row."""
+    return digest(record.identity), record.token
+
+
+def _shorter(name: str, ms: int) -> str:
+    """Return what sets a time-out of PostgreSQL for the transaction, unless a shorter one is set."""
+    known = f"current_setting('{name}')"
+    return (
+        f"set_config('{name}', CASE WHEN {known}::interval BETWEEN '1ms' AND '{ms}ms' THEN {known}"
+        f" ELSE '{ms}ms' END, true)"
+    )
+
+
+def _lease_ms(record: Record) -> int:
+    """Return the lease that the claim was made with, a second at least."""
+    return max((record.deadline_ms or record.updated_ms) - record.updated_ms, 1_000)

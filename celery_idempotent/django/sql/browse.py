@@ -1,7 +1,7 @@
 """What operators see of a database: lists in bounded steps, counts, and counters by the hour.
 
-A page is a stretch of an index (the *walk*), and of that what the filter selects. However few records a filter matches,
-a page looks at ``look_at`` rows at the most::
+A page is a stretch of an index, and of that what the filter selects. However few records a filter matches, a page looks
+at ``look_at`` rows at the most::
 
     index    │ r1 r2 r3 r4 r5 r6 │ r7 r8 …       look_at = 6
     page     │    r2       r5    │               two are selected
@@ -12,88 +12,105 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
-from celery_idempotent.django.sql.columns import DIGEST_BYTES, record_of, summary_columns
 from celery_idempotent.django.sql.connections import Session
-from celery_idempotent.django.sql.dialects import Dialect
-from celery_idempotent.records import Counted, Page, Selection, Stats
+from celery_idempotent.django.sql.rows import (
+    COLUMNS,
+    DIGEST_BYTES,
+    EXPIRES,
+    STATE,
+    UNFINISHED,
+    stored_record,
+)
+from celery_idempotent.records import Counted, Identity, Page, Record, Selection, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
 from celery_idempotent.stores.values import LETTERS
 
-#: Letters of the states that no lease runs in, and what they are counted as.
-_COUNTED_AS = {"F": "failed", "I": "interrupted"}
-#: How many leases of a kind are counted: joining more of them with their records takes seconds.
+#: How many unfinished records of a state are counted.
 COUNTED = 10_000
 
 _COUNTER = "celery_idempotent_counter"
+#: Values are not read for a list; the text has the message and the steps, which are left out later.
+_SUMMARY = ", ".join("NULL" if name == "value" else name for name in COLUMNS)
 
 
 def list_records(
     session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
-    """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
-    now_ms = database_ms(session)
-    walk = _walk(selection, cursor, look_at)
-    condition, params = _condition(session.words, selection, now_ms)
-    place = ", ".join(f"w.{column}" for column in walk.columns)
-    found = session.rows(
-        f"SELECT {place}, {summary_columns(session.words)} FROM ({walk.stretch}) w{walk.rest}"
-        f" WHERE {condition} ORDER BY {walk.order('w.')} LIMIT %s",
-        (*walk.params, *params, limit),
+    """Return about ``limit`` records from ``cursor`` on: the newest claim first, or the one that is kept longest.
+
+    COMPLETED records are in no index but that of prunes.
+
+    Raises:
+        ValueError: for a cursor of another order.
+    """
+    kind, order, where = (
+        ("k", "prune_ms", "0 = 0") if selection.scans else ("n", "token", UNFINISHED)
     )
-    # A page looks at a stretch of an index, and shows what is selected of it. Where the stretch ends must be known also
-    # if nothing of it was selected.
-    seen = session.rows(
-        f"SELECT {place} FROM ({walk.stretch}) w ORDER BY {walk.order('w.')}", walk.params
-    )
-    width, end = len(walk.columns), None
-    if len(found) == limit:
-        end = found[-1][:width]
-    elif len(seen) == look_at:
-        end = seen[-1]
-    records = [record_of(row[width:]) for row in found]
+    place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
+    letters = {LETTERS[state] for state in selection.wanted}
+    now_ms, found, looked = database_ms(session), list[Record](), 0
+    while True:
+        batch = min(look_at - looked, max(4 * limit, 100))
+        rows = _stretch(session, order, where, place, batch)
+        for at, name, namespace, scope, key, *row in rows:
+            looked, place = looked + 1, (at, int.from_bytes(bytes(name), "big"))
+            identity = Identity(namespace=namespace, scope=scope, key=key)
+            if row[STATE] in letters and row[EXPIRES] > now_ms and selection.names(identity):
+                record = stored_record(identity, row).record
+                if selection.includes(record, now_ms):
+                    found.append(replace(record, message=None, steps=()))
+                    if len(found) == limit:
+                        break
+        else:
+            if len(rows) < batch:
+                place = None  # the end
+                break
+        if len(found) == limit or looked >= look_at:
+            break
     return Page(
-        records=tuple(replace(each, value=None, message=None, steps=()) for each in records),
-        cursor="" if end is None else walk.cursor(end),
-        looked_at=len(seen),
+        records=tuple(found),
+        cursor="" if place is None else write_cursor(kind, *place),
+        looked_at=looked,
         now_ms=now_ms,
     )
 
 
+def _stretch(
+    session: Session, order: str, where: str, place: tuple[int, ...] | None, batch: int
+) -> list[tuple[Any, ...]]:
+    after, params = "", list[object]()
+    if place is not None:
+        after = f" AND {order} <= %s AND ({order} < %s OR digest < %s)"
+        # The number of a made-up cursor may be too large for a digest.
+        name = (place[1] % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big")
+        params = [place[0], place[0], name]
+    return session.rows(
+        f"SELECT {order}, digest, namespace, scope, {session.dialect.key}, {_SUMMARY} FROM celery_idempotent_record"
+        f" WHERE {where}{after} ORDER BY {order} DESC, digest DESC LIMIT %s",
+        (*params, batch),
+    )
+
+
 def stats(session: Session) -> Stats:
-    """Count what has a lease row, of each kind up to :data:`COUNTED`: indexes find the rows by due time or state."""
+    """Count what is unfinished or failed, of each state up to :data:`COUNTED`."""
     ((now_ms, swept_ms),) = session.rows(
-        f"SELECT {session.words.now_ms}, (SELECT max(ended_ms) FROM celery_idempotent_sweep)"
+        f"SELECT {session.dialect.now_ms}, (SELECT max(ended_ms) FROM celery_idempotent_sweep)"
     )
     counts: Counter[str] = Counter()
-    cut: set[str] = set()
-    for condition, params, names in (
-        ("due_ms <= %s", [now_ms], {"stale"}),
-        ("due_ms > %s", [now_ms], {"live"}),
-        # No sweep looks at these: FAILED and INTERRUPTED ones, and reservations that have no message to send
-        # again.
-        ("due_ms IS NULL", [], {"live", "stale"}),
-        (_ended("I"), [], {"interrupted"}),
-        (_ended("F"), [], {"failed"}),
-    ):
+    for letter in "QPIF":
+        past = "CASE WHEN deadline_ms <= %s THEN 1 ELSE 0 END"
         found = session.rows(
-            # A subquery, not a join: that might read all records for a few leases.
-            "SELECT state, past, valid, count(*) FROM (SELECT w.state, w.deadline_ms <= %s AS past,"
-            " w.expires_ms > %s AND EXISTS (SELECT 1 FROM celery_idempotent_record r"
-            " WHERE r.digest = w.digest AND r.token = w.token AND r.state = w.state) AS valid FROM"
-            " (SELECT digest, token, state, deadline_ms, expires_ms FROM celery_idempotent_lease"
-            f" WHERE {condition} LIMIT %s) w) v GROUP BY 1, 2, 3",
-            (now_ms, now_ms, *params, COUNTED + 1),
+            f"SELECT past, count(*) FROM (SELECT {past} AS past FROM celery_idempotent_record WHERE {UNFINISHED}"
+            f" AND state = '{letter}' AND expires_ms > %s LIMIT %s) s GROUP BY past",
+            (now_ms, now_ms, COUNTED + 1),
         )
-        for letter, past, valid, number in found:
-            name = _COUNTED_AS.get(letter) or ("stale" if past else "live")
-            if valid and name in names:
-                counts[name] += number
-        if sum(row[-1] for row in found) > COUNTED:
-            cut |= names
-    cut |= {name for name, number in counts.items() if number > COUNTED}
+        for is_past, number in found:
+            ended = {"I": "interrupted", "F": "failed"}.get(letter)
+            counts[ended or ("stale" if is_past else "live")] += number
     return Stats(
         live=min(counts["live"], COUNTED),
         stale=min(counts["stale"], COUNTED),
@@ -101,37 +118,34 @@ def stats(session: Session) -> Stats:
         failed=min(counts["failed"], COUNTED),
         now_ms=now_ms,
         swept_ms=swept_ms,
-        at_least=frozenset(cut),
+        at_least=frozenset(name for name, number in counts.items() if number > COUNTED),
     )
-
-
-def _ended(letter: str) -> str:
-    """Return what selects leases of one of these states; SQLite takes a partial index only by the index's own words."""
-    return f"state = '{letter}' AND state IN ('F', 'I')"
 
 
 def count(session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
     """Add to the counters of this hour, and drop those of the hour that is too long ago."""
     hour = database_ms(session) // HOUR_MS
-    with session.transaction():
-        # In one order: two processes that count the same outcomes in different orders would deadlock.
-        for (task, outcome), number in sorted(outcomes.items()):
-            session.write(
-                f"INSERT INTO {_COUNTER} (hour, task, outcome, count) VALUES (%s, %s, %s, %s)"
-                + session.words.or_add,
-                (hour, task[:255], outcome[:32], number),
-            )
-    session.write(f"DELETE FROM {_COUNTER} WHERE hour <= %s", (hour - COUNTED_HOURS,))
+    # In one order: two processes that count the same outcomes in different orders would deadlock.
+    rows = [
+        (hour, task[:255], outcome[:32], number)
+        for (task, outcome), number in sorted(outcomes.items())
+    ]
+    if rows:
+        session.execute(
+            f"INSERT INTO {_COUNTER} (hour, task, outcome, count) VALUES"
+            f" {', '.join(['(%s, %s, %s, %s)'] * len(rows))}{session.dialect.or_add}",
+            [value for row in rows for value in row],
+        )
+    session.execute(f"DELETE FROM {_COUNTER} WHERE hour <= %s", (hour - COUNTED_HOURS,))
 
 
 def note_sweep(session: Session) -> None:
     """Note that a sweep ended just now."""
-    words = session.words
-    with session.transaction():
-        session.write(
-            "INSERT INTO celery_idempotent_sweep (id, ended_ms)"
-            f" VALUES (1, {words.now_ms}){words.or_later}"
-        )
+    words = session.dialect
+    session.execute(
+        "INSERT INTO celery_idempotent_sweep (id, ended_ms)"
+        f" VALUES (1, {words.now_ms}){words.or_later}"
+    )
 
 
 def counts(session: Session, *, hours: int) -> Sequence[Counted]:
@@ -147,106 +161,7 @@ def counts(session: Session, *, hours: int) -> Sequence[Counted]:
     ]
 
 
-def _condition(words: Dialect, selection: Selection, now_ms: int) -> tuple[str, list[object]]:
-    """Return what selects records, for a WHERE over ``r`` and ``l``."""
-    conditions = ["coalesce(l.expires_ms, r.expires_ms) > %s"]
-    params: list[object] = [now_ms]
-    for column, wanted in (
-        ("state", [LETTERS[state] for state in selection.wanted]),
-        ("namespace", [] if selection.namespace is None else [selection.namespace]),
-        ("scope", selection.scopes),
-        (words.key, selection.keys),
-    ):
-        if wanted:
-            conditions.append(f"r.{column} IN ({', '.join(['%s'] * len(wanted))})")
-            params += sorted(wanted)
-    for condition, at_ms in (
-        ("l.deadline_ms <= %s", now_ms if selection.stale else None),
-        ("r.updated_ms >= %s", selection.since_ms),
-        ("r.updated_ms < %s", selection.before_ms),
-    ):
-        if at_ms is not None:
-            conditions.append(condition)
-            params.append(at_ms)
-    return " AND ".join(conditions), params
-
-
-def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
-    """Return the shortest way through the keys that finds all that is selected, from the cursor on.
-
-    COMPLETED records are the only ones without a lease row: where they are wanted, the way leads through all records.
-
-    Raises:
-        ValueError: for a cursor of another way.
-    """
-    if selection.scans:
-        walk, after = _Walk("r", ("id",), "record", " DESC"), "id < %s"
-    elif not selection.newest_first:
-        walk, after = _Walk("l", ("digest",), "lease", ""), "digest > %s"
-    else:
-        walk, after = _Walk("n", ("token", "digest"), "lease", " DESC"), "token <= %s"
-        after += " AND (token < %s OR digest < %s)"
-    start, conditions = walk.read(cursor) if cursor else [], []
-    if walk.kind == "n":
-        (state,) = selection.wanted
-        conditions.append(_ended(LETTERS[state]))
-        start = [*start[:1], *start]
-    if start:
-        conditions.append(after)
-    where = " WHERE " + " AND ".join(conditions) if conditions else ""
-    walk.stretch = f"SELECT {', '.join(walk.columns)} FROM celery_idempotent_{walk.table}{where}"
-    walk.stretch += f" ORDER BY {walk.order()} LIMIT %s"
-    walk.params = [*start, look_at]
-    return walk
-
-
-@dataclass(slots=True)
-class _Walk:
-    """A way through the keys: the columns of a table that it is ordered by, and the query for its next stretch."""
-
-    kind: str
-    columns: tuple[str, ...]
-    table: str
-    direction: str
-    stretch: str = ""
-    params: list[object] = field(default_factory=list)
-
-    @property
-    def rest(self) -> str:
-        """What brings the rows of the records and the leases to a stretch ``w``."""
-        if self.table == "record":
-            return (
-                " JOIN celery_idempotent_record r ON r.id = w.id"
-                " LEFT JOIN celery_idempotent_lease l ON l.digest = r.digest AND l.token = r.token"
-            )
-        same = " AND ".join(f"l.{column} = w.{column}" for column in self.columns)
-        return (
-            f" JOIN celery_idempotent_lease l ON {same}"
-            " JOIN celery_idempotent_record r ON r.digest = l.digest AND r.token = l.token"
-        )
-
-    def order(self, of: str = "") -> str:
-        """Return what the stretch is ordered by."""
-        return ", ".join(f"{of}{column}{self.direction}" for column in self.columns)
-
-    def cursor(self, place: Sequence[int | bytes]) -> str:
-        """Return where to go on: after this place."""
-        return write_cursor(
-            self.kind, *[p if isinstance(p, int) else int.from_bytes(p, "big") for p in place]
-        )
-
-    def read(self, cursor: str) -> list[object]:
-        """Return the place that a cursor points to."""
-        numbers = read_cursor(cursor, self.kind, len(self.columns))
-        pairs = zip(self.columns, numbers, strict=True)
-        # The number of a made-up cursor may be too large for a digest.
-        return [
-            (n % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big") if column == "digest" else n
-            for column, n in pairs
-        ]
-
-
 def database_ms(session: Session) -> int:
     """Return the time by the database's clock."""
-    ((now_ms,),) = session.rows(f"SELECT {session.words.now_ms}")
+    ((now_ms,),) = session.rows(f"SELECT {session.dialect.now_ms}")
     return int(now_ms)

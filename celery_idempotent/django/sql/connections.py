@@ -1,46 +1,54 @@
-"""Which connection a verb uses: the thread's own while it is idle, else one of the store's.
+"""Which connection a verb uses: one of the store's own, never the thread's.
 
-A verb commits by itself: a claim must be visible to other workers at once, and must stay when the task or the view
-around it rolls back. So the thread's connection serves only while it is open and in no transaction. Else the verb
-takes a spare connection, which is put back for the next verb of any thread::
+A verb commits by itself: a claim must be visible to others at once, and stay when the task or view around it is rolled
+back.
+So it shares neither the session of the project's own statements nor what they leave there (``search_path``, a role)::
 
-    thread      BEGIN ─ INSERT order ─────────────────────── ROLLBACK     its own connection
-    verb                               claim, committed                   a spare connection
+    thread   BEGIN ─ INSERT order ─────────────── ROLLBACK     connections["default"]
+    verb                        claim, committed               a connection of the store
 
-No session state is relied on between two verbs, so a pooler (pgbouncer) may stand in between.
+No session state is relied on between two verbs, so a pooler (PgBouncer) may stand in between. ``OPTIONS["pool"]`` of
+the project does not apply: a task in a transaction holds one connection of the pool while its verb would wait for a
+second.
 
-Two exceptions, where the verb becomes part of the thread's transaction: on SQLite, which has one write lock for the
-whole database, a second connection would wait for its own thread. And in a ``TestCase``, which rolls back all that
-the test wrote.
+Two exceptions, where a verb is part of the thread's transaction: SQLite, whose one write lock a second connection would
+wait for, and a ``TestCase``, which rolls back all that the test wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, NotSupportedError, connections
+from django.db import Error, connections
+from django.db.transaction import atomic
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.columns import ColumnValues, ReadRows
 from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.sql.forking import unforked
-from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
 from celery_idempotent.django.testcases import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.backends.utils import CursorWrapper
 
 T = TypeVar("T")
 
 #: For how long a verb that collides with others is repeated.
-_CONNECT_RETRY_SECONDS = 10.0
+_RETRY_SECONDS = 10.0
+#: How many connections of the store a process uses at once. Who finds none free waits, and then opens one more.
+MAX_OPEN = 8
+_WAIT_SECONDS = 2.0
+#: How many idle ones stay open, and for how long.
+MAX_IDLE = 2
+_MAX_AGE = 60.0
 
 #: A value of so many bytes fits into every statement; beside a value a statement has fewer than so many bytes.
 _SMALL = 256 * 1024
@@ -50,67 +58,44 @@ _ESCAPED = (b"\0", b"\n", b"\r", b"\x1a", b'"', b"'", b"\\")
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
 _NO_TABLE = ("42P01", 1146)
 
+#: Connections that a fork copied: their sockets are the parent's. Using them would mix the answers of both processes,
+#: and closing them (as the garbage collector does) would end the parent's session. So they are referenced for ever.
+_inherited: list[object] = []
+_known: weakref.WeakSet[Connections] = weakref.WeakSet()
 
-class _Conflict(Exception):
+
+class _Changed(Exception):
     """What was read has changed since."""
-
-
-class RowLocked(StoreUnavailable):
-    """Another transaction locks the record's row for longer than we wait."""
 
 
 class Session:
     """One connection for the length of one verb."""
 
-    def __init__(self, connection: BaseDatabaseWrapper, words: Dialect, *, inside: bool) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper, words: Dialect) -> None:
         self.connection = connection
-        self.words = words
-        #: Is this the thread's own transaction?
-        self.inside = inside
-        #: Is the next statement part of a transaction?
-        self.begun = inside
-        self._savepoints = 0
+        self.dialect = words
 
-    def execute(self, sql: str, params: ColumnValues = ()) -> int:
+    def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
-        with self._cursor() as cursor:
+        with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
             touched: int = cursor.rowcount
             return touched
 
-    def rows(self, sql: str, params: ColumnValues = ()) -> ReadRows:
-        """Run a query."""
-        with self._cursor() as cursor:
+    def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Run a statement; return its rows."""
+        with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
             return list(cursor.fetchall())
 
-    def rows_of_last(self, sql: str, params: ColumnValues = ()) -> ReadRows:
-        """Run several statements at once; return what the last one found. PostgreSQL only."""
-        with self._cursor() as cursor:
-            cursor.execute(sql, params)
-            # psycopg2 has the last one's alone, and says so.
-            with contextlib.suppress(NotSupportedError):
-                while cursor.nextset():
-                    pass
-            return list(cursor.fetchall())
-
-    def write(self, sql: str, params: Sequence[object] = (), *, durable: bool = True) -> int:
-        """Run a statement that waits for a locked row only so long; outside of a transaction an UPDATE or DELETE.
-
-        One that is not ``durable`` may be lost if the server crashes within a second.
-        """
-        alone = self.words.alone if durable else self.words.alone_at_ease
-        before, after = ("", "") if self.begun else alone
-        return self.execute(before + self.words.lock_wait + sql + after, params)
-
-    def expect(self, sql: str, params: Sequence[object] = ()) -> None:
+    def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
-        if self.write(sql, params) != 1:
+        if self.execute(sql, params) != 1:
             self.again()
 
     def takes(self, value: bytes) -> bool:
         """Does a statement with this value fit? MySQL and MariaDB end the session of a client that sends more."""
-        if self.words.vendor != "mysql" or len(value) < _SMALL:
+        if self.dialect.vendor != "mysql" or len(value) < _SMALL:
             return True
         escaped = sum(map(value.count, _ESCAPED))  # each of them is two bytes in the statement
         ((most,),) = self.rows("SELECT @@max_allowed_packet")
@@ -118,91 +103,60 @@ class Session:
 
     def again(self) -> NoReturn:
         """Let the verb begin again: what it read has changed since."""
-        raise _Conflict
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Commit what is done in the block, or nothing."""
-        begin, commit, undo = self.words.begin, "COMMIT", ["ROLLBACK"]
-        if self.inside:
-            self._savepoints += 1  # MySQL forgets one when another takes its name
-            name = f"celery_idempotent_verb_{self._savepoints}"
-            begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
-            undo = [f"ROLLBACK TO SAVEPOINT {name}", commit]
-        self.control(begin)
-        outer, self.begun = self.begun, True
-        try:
-            yield
-            self.control(commit)
-        except BaseException:
-            with contextlib.suppress(Error):
-                for statement in undo:
-                    self.control(statement)
-            raise
-        finally:
-            self.begun = outer
-
-    def control(self, sql: str) -> None:
-        """Run a statement without parameters."""
-        with self._cursor() as cursor:
-            cursor.execute(sql)
-
-    def _cursor(self) -> CursorWrapper:
-        """Return a cursor that writes the parameters into the statement, also where the project's own do not.
-
-        With Django's option ``server_side_binding`` PostgreSQL would have to guess the types of the parameters, and
-        would take neither several statements at once nor parameters of EXECUTE.
-        """
-        own = self.connection
-        if not getattr(own.features, "uses_server_side_binding", False):  # PostgreSQL's has it
-            return own.cursor()
-        from psycopg import ClientCursor
-
-        own.close_if_health_check_failed()  # now, or cursor() would do it, and open another one
-        own.ensure_connection()
-        raw: Any = own.connection
-        theirs, raw.cursor_factory = raw.cursor_factory, ClientCursor
-        try:
-            return own.cursor()
-        finally:
-            raw.cursor_factory = theirs
+        raise _Changed
 
 
-class Lines:
-    """The connections to the database of one alias."""
+class Connections:
+    """The store's own connections of this process to the database of one alias."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-        self._spare = SpareConnections(alias)
-        self._words: Dialect | None = None
+        self._dialect: Dialect | None = None
         #: Was a verb used by a test? Then this process writes nothing more in the background: after the test, the alias
         #: stands for the project's own database again.
         self.tested = False
+        self._begin_empty()
+        _known.add(self)
+
+    def _begin_empty(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
+        self._open: set[BaseDatabaseWrapper] = set()
+        self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
+        # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
+        self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(MAX_OPEN):
+            self._tickets.put(None)
+        self._pid = os.getpid()
+        # The heartbeat's thread may write counters after the store was closed: then a connection is idle again, and
+        # is closed with the store that nothing refers to any more.
+        weakref.finalize(self, _close_open, self._open, self._pid).atexit = False
 
     def run(self, work: Callable[[Session], T]) -> T:
         """Do a verb, again if it collided with another or its connection was dead.
 
-        Raises :exc:`~celery_idempotent.errors.StoreUnavailable` or
-        :exc:`~celery_idempotent.errors.StoreMisconfigured` for whatever else goes wrong.
+        Raises:
+            StoreUnavailable: if trying again may help.
+            StoreMisconfigured: if it will not.
         """
-        give_up = time.monotonic() + _CONNECT_RETRY_SECONDS
-        attempt, lost = 0, False
+        give_up = time.monotonic() + _RETRY_SECONDS
+        attempt, lost, own = 0, False, self.own()
         while True:
             attempt += 1
-            error: Exception | None = None
-            trouble: Kind
+            error: Error | None = None
+            trouble: Kind = "conflict"
             try:
-                with self._apart(), self._session(fresh=lost) as session:
+                with self._session(own) as session:
                     return work(session)
-            except _Conflict:
-                trouble = "conflict"
+            except _Changed:
+                pass
             except Error as found:
-                error, trouble = found, kind(found, self._vendor())
-            if _within(self.own()):
+                error, trouble = found, kind(found, own.vendor)
+            if error is not None and self.joined():
                 # Part of the thread's transaction: nothing can be repeated.
                 raise self.trouble(error, trouble) from error
             if trouble == "lost" and not lost:
                 lost = True
+                self.close()  # the idle ones are dead as well
                 continue
             # The first of them needs a moment to finish.
             if trouble not in ("conflict", "duplicate") or not backoff.pause(
@@ -210,26 +164,12 @@ class Lines:
             ):
                 raise self.trouble(error, trouble) from error
 
-    def _apart(self) -> contextlib.AbstractContextManager[None]:
-        """Let this process not fork in the middle of a verb on SQLite, see forking.py."""
-        return unforked() if self.own().vendor == "sqlite" else contextlib.nullcontext()
-
     def joined(self) -> bool:
         """Would a verb become part of the thread's transaction?"""
-        return _within(self.own())
-
-    def close(self) -> None:
-        """Close the spare connections."""
-        self._spare.close()
-
-    def words(self, connection: BaseDatabaseWrapper) -> Dialect:
-        """Return the dialect of this database."""
-        if self._words is None:
-            mariadb = connection.vendor == "mysql" and bool(
-                getattr(connection, "mysql_is_mariadb", False)
-            )
-            self._words = dialect(connection.vendor, mariadb=mariadb)
-        return self._words
+        own = self.own()
+        if in_testcase(own):
+            return True
+        return own.vendor == "sqlite" and _in_transaction(own) and not own.needs_rollback
 
     def own(self) -> BaseDatabaseWrapper:
         """Return the thread's own connection, open or not."""
@@ -243,34 +183,18 @@ class Lines:
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
-    @contextlib.contextmanager
-    def _session(self, *, fresh: bool) -> Iterator[Session]:
-        """Give the connection for one verb; if it breaks, close it, so that no later query gets a broken one."""
-        own = self.own()
-        self.tested = self.tested or under_test()
-        if in_testcase(own):
-            session = Session(own, self.words(own), inside=True)
-            # A statement that fails shall not break the transaction of the test.
-            with session.transaction():
-                yield session
-            return
-        inside = _within(own)
-        if inside or is_idle(own):
-            try:
-                yield Session(own, self.words(own), inside=inside)
-            except (_Conflict, IdempotencyError):
-                raise
-            except BaseException as error:
-                if not inside:
-                    _discard_if_broken(own, error)
-                raise
-            return
-        expected = (_Conflict, IdempotencyError)
-        with self._spare.take(fresh=fresh, harmless=expected) as connection:
-            yield Session(connection, self.words(connection), inside=False)
+    def dialect(self, connection: BaseDatabaseWrapper) -> Dialect:
+        """Return the SQL of this database."""
+        if self._dialect is None:
+            self._dialect = dialect(connection.vendor)
+        return self._dialect
 
-    def _vendor(self) -> str:
-        return self._words.vendor if self._words is not None else self.own().vendor
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._forget_after_fork()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._close(self._idle.pop()[1])
 
     def trouble(
         self, error: Exception | None, trouble: Kind
@@ -280,7 +204,6 @@ class Lines:
         if error is None or trouble == "duplicate":
             return StoreUnavailable(f"{where}: too many others wrote the same record")
         # Never the text of an error about data: it quotes the data, which may be secret.
-        text = str(error).strip().split("\n", 1)[0] if trouble != "misconfigured" else ""
         if trouble == "misconfigured":
             hint = "its log says why"
             if error_code(error) in _NO_TABLE or "no such table" in str(error):
@@ -288,48 +211,122 @@ class Lines:
             return StoreMisconfigured(
                 f"{where} refused a statement ({type(error).__name__}): {hint}"
             )
-        if trouble == "busy":
-            return RowLocked(f"{where}: somebody holds the record's row ({text})")
+        text = str(error).strip().split("\n", 1)[0]
         return StoreUnavailable(f"{where} cannot serve us at the moment: {text}")
 
+    @contextlib.contextmanager
+    def _session(self, own: BaseDatabaseWrapper) -> Iterator[Session]:
+        """Give the connection for one verb; if it breaks, close it, so that no later query gets a broken one."""
+        self.tested = self.tested or under_test()
+        if in_testcase(own):
+            with atomic(
+                self.alias
+            ):  # a statement that fails shall not break the test's transaction
+                yield Session(own, self.dialect(own))
+        elif own.vendor == "sqlite" and not own.needs_rollback:
+            with unforked():
+                yield Session(own, self.dialect(own))
+        else:
+            with self._lent() as connection:
+                yield Session(connection, self.dialect(connection))
 
-def _within(own: BaseDatabaseWrapper) -> bool:
-    """Does a verb have to become part of the thread's transaction (or database)?"""
-    if in_testcase(own):
-        return True
-    if own.vendor != "sqlite" or own.connection is None:
-        # In memory: another connection would see another database.
-        return False
-    if own.in_atomic_block or own.connection.in_transaction:
-        return not own.needs_rollback
-    return False
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[BaseDatabaseWrapper]:
+        self._forget_after_fork()
+        tickets, got = self._tickets, True
+        # An exception out of a signal handler may lose a ticket for good. After the wait the verb goes on without one.
+        try:
+            tickets.get(timeout=_WAIT_SECONDS)
+        except queue.Empty:
+            got = False
+        connection = None
+        try:
+            connection = self._newest_idle() or self._new()
+            sound = False
+            try:
+                yield connection
+                sound = True
+            except (_Changed, IdempotencyError):
+                sound = True
+                raise
+            except Error as error:
+                # Any other exception may come out of a signal handler, in the middle of an exchange with the server.
+                sound = kind(error, connection.vendor) != "lost"
+                raise
+            finally:
+                # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
+                if sound and len(self._idle) < MAX_IDLE and not under_test():
+                    self._idle.append((time.monotonic(), connection))
+                else:
+                    self._close(connection)
+        finally:
+            if got:
+                tickets.put(None)
+
+    def _newest_idle(self) -> BaseDatabaseWrapper | None:
+        while True:
+            try:
+                used, connection = self._idle.pop()
+            except IndexError:
+                return None
+            settings = connection.settings_dict
+            age = time.monotonic() - used
+            # During tests an alias stands for another database.
+            if age < max(_MAX_AGE, settings["CONN_MAX_AGE"] or 0) and (
+                settings["NAME"] == connections[self.alias].settings_dict["NAME"]
+            ):
+                return connection
+            self._close(connection)
+
+    def _new(self) -> BaseDatabaseWrapper:
+        connection = connections.create_connection(self.alias)
+        settings = connection.settings_dict
+        left_out = ("pool", "server_side_binding", "isolation_level")
+        options = {name: each for name, each in settings["OPTIONS"].items() if name not in left_out}
+        if connection.vendor == "mysql":
+            # Never READ UNCOMMITTED: what is not committed may never be.
+            options["isolation_level"] = "read committed"
+        connection.settings_dict = {**settings, "OPTIONS": options}
+        connection.inc_thread_sharing()
+        self._open.add(connection)
+        return connection
+
+    def _close(self, connection: BaseDatabaseWrapper) -> None:
+        self._open.discard(connection)
+        _close_raw(connection)
+
+    def _forget_after_fork(self) -> None:
+        if self._pid != os.getpid():
+            _inherited.append(self._open)
+            self._begin_empty()
 
 
-def is_idle(own: BaseDatabaseWrapper) -> bool:
-    """Is the thread's connection open, our own, and in no transaction of any kind?"""
-    if own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
-        return True
+def _in_transaction(own: BaseDatabaseWrapper) -> bool:
     raw = own.connection
-    if raw is None or own.in_atomic_block or not own.autocommit or is_inherited(raw):
-        return False
-    # mysqlclient does not say; then Django's own flag, checked above, has to do.
-    return not transaction_begun(own, if_unknown=False)
+    return own.in_atomic_block or (raw is not None and bool(raw.in_transaction))
 
 
-def transaction_begun(own: BaseDatabaseWrapper, *, if_unknown: bool = True) -> bool:
-    """Has a transaction begun on the thread's connection, which is open?"""
-    raw = own.connection
-    if own.vendor == "postgresql":
-        return int(raw.info.transaction_status) != 0
-    if own.vendor == "mysql":
-        status: int | None = getattr(raw, "server_status", None)
-        return if_unknown if status is None else bool(status & 1)
-    return own.vendor == "sqlite" and bool(raw.in_transaction)
+def _close_raw(connection: BaseDatabaseWrapper) -> None:
+    # Not by Django's own close(): it refuses wherever an event loop runs, and garbage is collected there, too.
+    raw, connection.connection = connection.connection, None
+    if raw is not None:
+        with contextlib.suppress(Exception):
+            raw.close()
 
 
-def _discard_if_broken(own: BaseDatabaseWrapper, error: BaseException) -> None:
-    """Close the thread's connection, which is in no transaction, unless it still serves."""
-    if isinstance(error, Error) and own.connection is not None:
-        own.close_if_unusable_or_obsolete()
-    else:
-        own.close()
+def _close_open(opened: set[BaseDatabaseWrapper], pid: int) -> None:
+    """Close connections that this process opened."""
+    if pid == os.getpid():
+        for connection in opened:
+            _close_raw(connection)
+        opened.clear()
+
+
+def _close_all() -> None:
+    """Close the idle connections before a fork, so that the child gets no copy of them."""
+    for known in list(_known):
+        known.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_close_all)
