@@ -64,8 +64,6 @@ T = TypeVar("T")
 
 #: A deadline doubles no more often than that: from a minute to 17 hours.
 _DOUBLINGS = 10
-#: How long somebody waits for a claim that may not be taken over.
-_WAIT_MS = 1_000
 
 #: Fields of a record by their names, each of a type of its own.
 Fields = dict[str, Any]
@@ -250,17 +248,9 @@ class Look(ABC):
     def write(self, after: StoredRecord) -> None:
         """Store this instead of what the look found."""
 
-    def write_steps(self, after: StoredRecord) -> None:
-        """Store the steps of a run, which are all that has changed."""
-        self.write(after)
-
     @abstractmethod
     def remove(self, *, forget: bool) -> None:
         """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
-
-    def may_take_over(self) -> bool:
-        """See that nobody is at work under the claim that is stored; ``False`` if that cannot be had."""
-        return True
 
 
 class Done(NamedTuple):
@@ -316,10 +306,6 @@ class DecidingStore(Store):
         old = None if look.stored is None else look.stored.record
         if move.writes:
             after = _after(move, look, asked)
-            # Another run had the key. A store may have to end that one's session, whose locks would block this run.
-            takes_over = old is not None and old.attempts and old.token != after.record.token
-            if old is not None and takes_over and verb == "claim" and not look.may_take_over():
-                return Held(old, left_ms=_WAIT_MS)
             look.write(after)
             return after.record
         assert old is not None
@@ -338,7 +324,7 @@ class DecidingStore(Store):
         move = decide(verb, look.stored, asked, look.now_us // 1000)
         if move.writes:
             after = _after(move, look, asked)
-            (look.write_steps if verb == "checkpoint" else look.write)(after)
+            look.write(after)
             return Done(move.answer, after.record)
         if move.deletes:
             look.remove(forget=verb == "forget")

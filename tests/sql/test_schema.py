@@ -136,8 +136,10 @@ def test_renewals_stay_in_their_page(filled: DjangoStore):
     before = wait_for(lambda: (found := updates())[0] >= 400 and found, timeout=30, interval=0.2)
     for _ in range(100):
         assert filled.renew([lease]) == [True]
-    wanted = (before[0] + 100, before[1] + 100)
-    wait_for(lambda: updates() == wanted, timeout=30, interval=0.2)
+    after = wait_for(
+        lambda: (found := updates())[0] >= before[0] + 100 and found, timeout=30, interval=0.2
+    )
+    assert (after[1] - before[1]) / (after[0] - before[0]) > 0.9
 
 
 Statements = list[tuple[str, Any]]
