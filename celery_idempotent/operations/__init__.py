@@ -8,7 +8,7 @@ One set for the command line, the admin and code. Nothing here asks or prints. A
                                                                  │     guards, notes who and why
     task.idempotency_release() ─ celery/operations: operate_or_raise ───────────┘     │
                                                                                       ▼
-                                                             celery/operator: writes, reports ─▶ the store
+                                                             Operator: writes, reports ─▶ the store
 """
 
 from __future__ import annotations
