@@ -33,6 +33,9 @@ _STEP = 500
 #: How many names of each bucket are read at first for a merge, and how many more of a bucket that has more.
 _AHEAD = 8, 64
 
+#: Of one bucket in so many the highest scores are read first.
+_SAMPLED = 16
+
 #: Beyond any deadline: the score of a mark is a time in microseconds.
 _DEADLINES = b"(1e14"
 
@@ -216,19 +219,35 @@ class _Search:
 
     def _highest(self, score: int, same: int) -> Iterator[tuple[int, bytes]]:
         """Yield scores and names from a score on (0: from the top), but for the first ``same`` of that score."""
-        # Most buckets have none of the first ones, and are not read.
         wanted = same + self._limit
-        first = list(itertools.islice(self._downwards(score, wanted), wanted))
+        lowest = self._estimate(score, wanted)
+        first = list(itertools.islice(self._downwards(score, lowest), wanted))
         yield from first[same:]
-        if len(first) == wanted:
-            last = first[-1][0]
+        if lowest or len(first) == wanted:
+            last = first[-1][0] if first else score
             seen = sum(entry[0] == last for entry in first)
             yield from itertools.islice(self._downwards(last, 0), seen, None)
 
-    def _downwards(self, highest: int, wanted: int) -> Iterator[tuple[int, bytes]]:
-        """Merge the buckets that may have one of the first ``wanted`` entries; 0: all of them."""
+    def _estimate(self, highest: int, wanted: int) -> int:
+        """Return a score above which the wanted entries probably are; 0 if all have to be looked through.
+
+        Of a few buckets the highest scores are read: as many of all buckets have a higher one as their share is. Then
+        few of the others have anything to tell, which takes a server a third of the time.
+        """
         (name_of,) = self._indexes()
-        top = b"%d" % highest if highest else b"+inf"
+        place = (b"BYSCORE", b"REV", b"LIMIT", b"0", b"1", b"WITHSCORES")
+        commands = [
+            plain(b"ZRANGE", name_of(bucket), _top(highest), b"-inf", *place)
+            for bucket in range(0, BUCKETS, _SAMPLED)
+        ]
+        scores = [int(float(s)) for told in exchange(self._link, commands) for _, s in pairs(told)]
+        rank = 2 * wanted // _SAMPLED + 2
+        return sorted(scores, reverse=True)[rank] if rank < len(scores) else 0
+
+    def _downwards(self, highest: int, lowest: int) -> Iterator[tuple[int, bytes]]:
+        """Merge the buckets between two scores; 0 stands for no bound."""
+        (name_of,) = self._indexes()
+        bounds = _top(highest), b"%d" % lowest if lowest else b"-inf"
 
         def entries(index: bytes, told: Reply) -> Iterator[tuple[int, bytes]]:
             at, size = 0, _AHEAD[0]
@@ -240,10 +259,10 @@ class _Search:
                     return
                 at, size = at + size, _AHEAD[1]
                 place = (b"BYSCORE", b"REV", b"LIMIT", b"%d" % at, b"%d" % size, b"WITHSCORES")
-                (told,) = exchange(self._link, [plain(b"ZRANGE", index, top, b"-inf", *place)])
+                (told,) = exchange(self._link, [plain(b"ZRANGE", index, *bounds, *place)])
 
         indexes = [name_of(bucket) for bucket in range(BUCKETS)]
-        found = ask_indexes(self._link, "newest", indexes, top, b"%d" % wanted, b"%d" % _AHEAD[0])
+        found = ask_indexes(self._link, "newest", indexes, *bounds, b"%d" % _AHEAD[0])
         return heapq.merge(*(entries(*each) for each in found), key=lambda entry: -entry[0])
 
     def _records(self, names: Sequence[bytes]) -> Iterator[Record | None]:
@@ -276,3 +295,7 @@ class _Search:
             looked_at=self._looked_at,
             now_ms=self._now_ms,
         )
+
+
+def _top(highest: int) -> bytes:
+    return b"%d" % highest if highest else b"+inf"
