@@ -158,7 +158,8 @@ def expect_callbacks(
 
 def mark_success(sender: AnyTask, **_: object) -> None:
     """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    _mark_ended(sender, State.COMPLETED)
+    if (pending := current_pending.get()) is not None:
+        _mark_ended(pending, sender, State.COMPLETED)
 
 
 def mark_failure(sender: AnyTask, **_: object) -> None:
@@ -167,12 +168,12 @@ def mark_failure(sender: AnyTask, **_: object) -> None:
     Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
     and stays undelivered.
     """
-    _mark_ended(sender, State.FAILED)
+    if (pending := current_pending.get()) is not None:
+        _mark_ended(pending, sender, State.FAILED)
 
 
-def _mark_ended(task: AnyTask, state: State) -> None:
-    pending = current_pending.get()
-    if pending is not None and pending.task_id == task.request.id and pending.state is state:
+def _mark_ended(pending: PendingCallbacks, task: AnyTask, state: State) -> None:
+    if pending.task_id == task.request.id and pending.state is state:
         current_pending.set(None)
         pending.mark()
 

@@ -58,7 +58,11 @@ class TaskCodec:
             return self._nothing
         if isinstance(value, ResultBase):
             value = value.as_tuple()  # type: ignore[attr-defined]  # of all results
-        return self._dump(value, "result")
+        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        if not isinstance(stored, NotStored):
+            return stored
+        self._warn_not_kept(stored, "result")
+        return None
 
     @cached_property
     def _nothing(self) -> Stored | None:
@@ -188,6 +192,10 @@ class TaskCodec:
         stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
         if not isinstance(stored, NotStored):
             return stored
+        self._warn_not_kept(stored, what)
+        return None
+
+    def _warn_not_kept(self, stored: NotStored, what: str) -> None:
         logger.warning(
             "idempotency: the %s of %s, a %s, is not kept in its record (%s): duplicates will look for it in "
             "the result backend",
@@ -196,4 +204,3 @@ class TaskCodec:
             stored.type_name,
             stored.reason if stored.size is None else f"{stored.reason}: {stored.size} bytes",
         )
-        return None

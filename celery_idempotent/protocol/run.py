@@ -433,7 +433,12 @@ def _settle_in_time(run: Run, state: EndState, outcome: Any) -> bool | None:
     value: Stored | None = None
     while True:
         try:
-            value = None if refusals >= MAX_REFUSALS else _dump(run, state, outcome)
+            if refusals >= MAX_REFUSALS or run.replaced:
+                value = None
+            elif state is State.COMPLETED:
+                value = run.codec.dump_value(outcome)
+            else:
+                value = run.codec.dump_error(outcome)
             end = _end_of(run, state, value)
             run.shield.waiting = True
             # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
