@@ -185,6 +185,45 @@ class TestLostAnswers:
         assert redis_proxy.swallowed == 2
 
 
+class TestSwaps:
+    """What the table decides is written only over what it was decided about."""
+
+    def test_a_write_whose_answer_is_lost_is_taken_for_one_s_own(self, redis_proxy, proxied):
+        record = claim(proxied)
+        digest = SCRIPTS["swap"].digest
+        redis_proxy.swallow_replies(digest)
+        assert proxied.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        redis_proxy.swallow_replies(digest)
+        interrupted = proxied.interrupt(KEY, token=record.token)
+        assert interrupted == proxied.get(KEY)
+        assert (interrupted.crashes, interrupted.steps) == (1, (("pay", VALUE),))
+        redis_proxy.swallow_replies(digest)
+        assert claim(proxied).attempts == 2
+        assert redis_proxy.swallowed == 3
+
+    def test_who_wrote_since_the_look_is_not_overwritten(self, store, private_redis):
+        record, before = claim(store), []
+        another = RedisStore(private_redis.url())
+        exchange = store._link.exchange
+
+        def forestalled(commands):
+            if commands[0].words[1] == SCRIPTS["swap"].digest and not before:
+                before.append(another.checkpoint(KEY, token=record.token, name="1", value=VALUE))
+            return exchange(commands)
+
+        store._link.exchange = forestalled
+        assert store.checkpoint(KEY, token=record.token, name="2", value=VALUE)
+        assert before == [True]
+        assert store.get(KEY).steps == (("1", VALUE), ("2", VALUE))
+        another.close()
+
+    def test_a_key_that_was_reserved_without_a_message_waits_for_its_retry(self, store):
+        asked = {"deadline_ms": LEASE_MS, "keep_ms": KEEP_MS}
+        store.reserve(ReserveRequest(identity=KEY, task_id="id", **asked))
+        assert store.release(KEY, token=claim(store).token, requeue_ms=LEASE_MS)
+        assert store.get(KEY).state is State.QUEUED
+
+
 class TestConnections:
     def test_idle_connections_that_the_server_closed_are_not_noticed(self, redis_proxy, proxied):
         with ThreadPoolExecutor(8) as threads:

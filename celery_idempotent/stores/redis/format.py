@@ -77,6 +77,12 @@ _to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 _from_json = json.JSONDecoder().decode
 
 
+@lru_cache(maxsize=256)
+def _bytes_of_uuid(task_id: str) -> bytes:
+    """Return a UUID as bytes, ``b""`` for any other text: that of a settle is that of its claim."""
+    return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
+
+
 @lru_cache(maxsize=64)
 def _usual_json(values: tuple[Any, ...]) -> bytes:
     """Return the JSON of fields with these values: the same for most runs of a process."""
@@ -109,8 +115,8 @@ def pack_tail(
     if len(attempt) != ATTEMPT_BYTES or len(fingerprint or _NO_ID) != FINGERPRINT_BYTES:
         raise ValueError(f"{ATTEMPT_BYTES} bytes are an attempt, {FINGERPRINT_BYTES} a fingerprint")
     task_id: str = fields["task_id"]
-    if _UUID.fullmatch(task_id):
-        task = bytes.fromhex(task_id.replace("-", ""))
+    if found := _bytes_of_uuid(task_id):
+        task = found
     elif task_id:
         others["task_id"] = task_id
     if fields.get("reserved"):

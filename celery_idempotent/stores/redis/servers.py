@@ -322,6 +322,11 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
         return []
     try:
         answers = link.exchange(commands)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                break
+        else:
+            return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
             repeated = link.exchange([commands[n].with_source() for n in unknown])

@@ -39,7 +39,7 @@ from celery_idempotent.stores.redis.servers import (
 )
 from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.urls import link_and_prefix
-from celery_idempotent.stores.table import OUTCOME, Verb
+from celery_idempotent.stores.table import OUTCOME, PROCESSING, Verb
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -55,6 +55,9 @@ _NEW: dict[Verb, tuple[State, int]] = {
     "claim": (State.PROCESSING, 1),
     "reserve": (State.QUEUED, 0),
 }
+#: Members of an Enum take Python 3.11 0.2 µs to look up.
+_SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
+_FAILED, _LOST = State.FAILED, SettledWith.LOST
 #: What a settle carries over, but for what its script copies.
 _CARRIED = tuple(
     name for name in OUTCOME if name not in ("token", "created_ms", "crashes", "attempts")
@@ -119,7 +122,7 @@ class RedisStore(Browsing, Upkeep, DecidingStore):
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, unless the key has another token by now."""
-        return self._settle(request) is not SettledWith.LOST
+        return self._settle(request) is not _LOST
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:
         """Write the end state and the result in one script.
@@ -140,14 +143,14 @@ class RedisStore(Browsing, Upkeep, DecidingStore):
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
         record, identity = request.record, request.record.identity
         answer: Reply = None
-        if record.state is State.PROCESSING and request.restore and not request.note:
+        if record.state is PROCESSING and request.restore and not request.note:
             answer = self._send(self._end(request, result))
             if isinstance(answer, bytes):
-                return SettledWith.RESULT if answer == b"stored" else SettledWith.NOTHING
+                return _SETTLED[answer]
         asked = asked_to_settle(request)
         done = self._with(answer, identity, lambda look: self._do("settle", look, asked))
         if done.answer != "settled":
-            return SettledWith.LOST
+            return _LOST
         stored = result is not None and self.write_result(result)
         return SettledWith.RESULT if stored else SettledWith.NOTHING
 
@@ -158,7 +161,7 @@ class RedisStore(Browsing, Upkeep, DecidingStore):
         name, leases, failures, _ = self._keys.of_record(record.identity)
         keys: list[bytes] = [name, leases]
         written: tuple[bytes, ...] = ()
-        if request.state is State.FAILED:
+        if request.state is _FAILED:
             keys.append(failures)
         if result is not None:
             keys.append(result.key)
