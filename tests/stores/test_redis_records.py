@@ -225,6 +225,15 @@ def test_a_clock_that_was_set_back_makes_no_smaller_token(redis_store, advance):
     assert claim(redis_store).token == first.token + 1
 
 
+def test_nor_after_a_claim_that_took_a_record_over(redis_store, advance):
+    assert redis_store.interrupt(KEY, token=claim(redis_store).token)
+    advance(KEEP_MS - 20_000)
+    second = claim(redis_store)
+    redis_store.release(KEY, token=second.token)
+    advance._link.offset_us = 0
+    assert claim(redis_store).token == second.token + 1
+
+
 def test_a_flushed_high_water_mark_is_made_good_by_the_record_itself(
     redis_store, redis_client, names, advance
 ):
