@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.canvas import Signature, maybe_signature
 
@@ -35,4 +35,8 @@ def with_run(app: Celery, step: object, run: str) -> object:
         return {**task, "options": {**options, "headers": marked}}
 
     last = with_last_task(step, marked)
-    return maybe_signature(last, app=app) if isinstance(step, Signature) else last
+    if not isinstance(step, Signature):
+        return last
+    made: Any = maybe_signature(last, app=app)
+    made.update(last)  # a chord writes its header in another form when it is made
+    return made

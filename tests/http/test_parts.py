@@ -225,14 +225,15 @@ def test_numbers_of_json_that_differ_beyond_the_digits_of_a_float_are_different(
 
 
 def test_json_that_is_too_deep_counts_by_its_bytes(factory: Any) -> None:
-    """Whatever the stack that reads it has left."""
+    """Whatever the stack that reads it has left. The arguments of a task have the first level for themselves."""
 
     def nested(depth: int, text: str) -> bytes:
         return json_fingerprint(factory, "[" * depth + text + "]" * depth)
 
-    assert nested(MAX_DEPTH, "1,2") == nested(MAX_DEPTH, " 1, 2 ")
-    assert nested(MAX_DEPTH + 1, "1,2") != nested(MAX_DEPTH + 1, " 1, 2 ")
-    assert nested(MAX_DEPTH + 1, "1,2") == nested(MAX_DEPTH + 1, "1,2")
+    deepest = MAX_DEPTH + 1
+    assert nested(deepest, "1,2") == nested(deepest, " 1, 2 ")
+    assert nested(deepest + 1, "1,2") != nested(deepest + 1, " 1, 2 ")
+    assert nested(deepest + 1, "1,2") == nested(deepest + 1, "1,2")
 
 
 def test_method_path_and_query_count(factory: Any) -> None:
