@@ -58,13 +58,18 @@ def own_settings(app: Celery) -> list[str]:
     return found
 
 
+def names_of(conf: Any, name: str) -> list[str]:
+    """Return the names under which Celery looks for a setting, the first one first."""
+    return [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+
+
 def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
     conf = loaded(app)
     maps = _set_by_user(conf)
     if not maps:
         return False
-    spellings = [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+    spellings = names_of(conf, name)
     # Celery < 5.7 has the old names in a mapping of their own.
     spellings += [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
     keys = [conf._key(key) for key in spellings]  # noqa: SLF001

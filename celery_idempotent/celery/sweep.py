@@ -28,7 +28,7 @@ from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
-from celery_idempotent.settings import milliseconds
+from celery_idempotent.settings import milliseconds, names_of
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -213,8 +213,7 @@ def _register(app: Celery, interval: float | None) -> None:
     app.conf.beat_schedule = schedule
     if SWEEP not in app.conf.beat_schedule:
         # Before 5.7, Celery looks for the name with its namespace in all settings first.
-        conf = app.conf
-        conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
+        app.conf[names_of(app.conf, "beat_schedule")[0]] = schedule
 
 
 # -- records that no worker runs -----------------------------------------------------------------------------------

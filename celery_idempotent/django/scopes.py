@@ -22,7 +22,7 @@ def user_scope(user: object) -> tuple[object, ...]:
     model = _user_model()
     if model is not None and isinstance(user, model):
         # A model that extends the users' has the primary key of its user.
-        pk = getattr(user, model._meta.pk.attname)  # noqa: SLF001  public in Django's docs
+        pk = getattr(user, model._meta.pk.attname)
     else:
         kind, pk = (_name_of_model(user),), getattr(user, "pk", None)
     if pk is None or pk == "":
@@ -56,6 +56,6 @@ def _user_model() -> Any:
 def _name_of_model(user: object) -> str:
     options = getattr(user, "_meta", None)
     if options is not None:
-        return str(options.concrete_model._meta.label_lower)  # noqa: SLF001  public in Django's docs
+        return str(options.concrete_model._meta.label_lower)
     cls = user.__class__  # not type(): the user of a request is a lazy object
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -94,7 +94,7 @@ class AdminLogEntry:
 
 def open_entry(started: StartedOperation) -> AdminLogEntry | None:
     """Begin an entry about a user of this project; ``None`` about anybody else."""
-    users = get_user_model()._default_manager  # noqa: SLF001  a model of the project's own may have no `objects`
+    users = get_user_model()._default_manager  # a model of the project's own may have no `objects`
     try:
         user = users.filter(**{get_user_model().USERNAME_FIELD: started.request.who}).first()
         return None if user is None else AdminLogEntry(started, user.pk)
