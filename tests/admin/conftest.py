@@ -36,8 +36,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
         # In a file: the heartbeat's thread writes counters, and connections to one database in memory, which share its
         # cache, do not wait for each other ("database table is locked").
-        connections["default"].settings_dict["TEST"]["NAME"] = str(directory / "test.sqlite3")
-        databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
+        with (
+            pytest.MonkeyPatch.context() as name
+        ):  # or another module's test database would be this file, too
+            test = connections["default"].settings_dict["TEST"]
+            name.setitem(test, "NAME", str(directory / "test.sqlite3"))
+            databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
         try:
             yield
         finally:

@@ -97,6 +97,7 @@ def use_database(sql_databases: Databases) -> Iterator[Callable[..., str]]:
         return alias
 
     yield use
+    counters.counts.clear()  # or they are written when the aliases are gone
     for alias in used:
         databases.drop_alias(alias)
 

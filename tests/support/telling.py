@@ -58,8 +58,10 @@ def listening() -> Iterator[Heard]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            record.getMessage()  # or it cannot be written
-            heard.lines.append(record)
+            text = record.getMessage()  # or it cannot be written
+            # The heartbeat says so of another test's store.
+            if "outcomes are counted later" not in text:
+                heard.lines.append(record)
 
     logger, handler = logging.getLogger("celery_idempotent.events"), Handler()
     level = logger.level
