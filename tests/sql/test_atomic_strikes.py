@@ -18,6 +18,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 
 from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.protocol.claim import current_run
 from celery_idempotent.records import Identity, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
@@ -90,6 +91,9 @@ def till(request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore])
     execute(till.alias, "CREATE TABLE payments (name varchar(50))")
     yield till
     till.close()
+    current_run.set(
+        None
+    )  # no shield is here: an exception may have struck before the run took its claim back
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
