@@ -23,6 +23,7 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -57,6 +58,10 @@ _ESCAPED = (b"\0", b"\n", b"\r", b"\x1a", b'"', b"'", b"\\")
 
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
 _NO_TABLE = ("42P01", 1146)
+#: Django takes it where it is there, else psycopg2.
+_PSYCOPG_3 = find_spec("psycopg") is not None
+#: A statement that was prepared is not there, or there already; its plan no longer fits the table.
+_NOT_PREPARED = ("26000", "42P05", "0A000")
 
 #: Connections that a fork copied: their sockets are the parent's. Using them would mix the answers of both processes,
 #: and closing them (as the garbage collector does) would end the parent's session. So they are referenced for ever.
@@ -112,6 +117,8 @@ class Connections:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self._dialect: Dialect | None = None
+        #: Does the server keep what it planned?
+        self._prepares = True
         #: Was a verb used by a test? Then this process writes nothing more in the background: after the test, the alias
         #: stands for the project's own database again.
         self.tested = False
@@ -154,6 +161,11 @@ class Connections:
             if error is not None and self.joined():
                 # Part of the thread's transaction: nothing can be repeated.
                 raise self.trouble(error, trouble) from error
+            if error is not None and error_code(error) in _NOT_PREPARED and self._prepares:
+                # A pooler gave the session of another client: from now on nothing is prepared.
+                self._prepares = False
+                self.close()
+                continue
             if trouble == "lost" and not lost:
                 lost = True
                 self.close()  # the idle ones are dead as well
@@ -281,8 +293,12 @@ class Connections:
     def _new(self) -> BaseDatabaseWrapper:
         connection = connections.create_connection(self.alias)
         settings = connection.settings_dict
-        left_out = ("pool", "server_side_binding", "isolation_level")
+        left_out = ("pool", "server_side_binding", "isolation_level", "prepare_threshold")
         options = {name: each for name, each in settings["OPTIONS"].items() if name not in left_out}
+        pooled = settings.get("DISABLE_SERVER_SIDE_CURSORS")
+        if connection.vendor == "postgresql" and _PSYCOPG_3 and self._prepares and not pooled:
+            # psycopg has the server plan each statement once: planning a claim takes it longer than executing it.
+            options |= {"server_side_binding": True, "prepare_threshold": 3}
         if connection.vendor == "mysql":
             # Never READ UNCOMMITTED: what is not committed may never be.
             options["isolation_level"] = "read committed"
