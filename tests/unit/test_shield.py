@@ -124,7 +124,7 @@ def strike_one(number: int, signum: int, store: MemoryStore) -> str:
 def test_what_took_effect_is_completed_and_what_did_not_is_free(
     signum: int, kind: type[MemoryStore]
 ) -> None:
-    wrong, number = [], random.randrange(STEP)
+    wrong, number = [], 1 + random.randrange(STEP)  # the first instruction is number 1
     while (said := in_child(lambda: strike_one(number, signum, kind()))) != "over":  # noqa: B023
         if said != "ok":
             wrong.append(said)

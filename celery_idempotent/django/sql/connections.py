@@ -161,8 +161,8 @@ class Connections:
             if error is not None and self.joined():
                 # Part of the thread's transaction: nothing can be repeated.
                 raise self.trouble(error, trouble) from error
-            if error is not None and error_code(error) in _NOT_PREPARED and self._prepares:
-                # A pooler gave the session of another client: from now on nothing is prepared.
+            if error is not None and error_code(error) in _NOT_PREPARED and attempt <= MAX_OPEN:
+                # A pooler gave the session of another client: connections that are opened from now on prepare nothing.
                 self._prepares = False
                 self.close()
                 continue
