@@ -120,7 +120,7 @@ class DjangoStore(deciding.DecidingStore):
         """Let each lease start anew, all of one length in one statement. A run within its transaction needs none."""
         groups: dict[tuple[int, int], list[Renewal]] = {}
         for each in set(renewals):
-            if not atomic.is_running(each.identity, each.token):
+            if not atomic.runs_here(each.identity, each.token):
                 groups.setdefault((each.lease_ms, each.keep_ms), []).append(each)
         lost: set[Renewal] = set()
         for group in groups.values():
@@ -209,8 +209,12 @@ class DjangoStore(deciding.DecidingStore):
                 raise StoreUnavailable(f"the transaction of {record.identity} is not over yet")
         # Asked after the lock was found free: what was committed is visible before its locks are free.
         found = self.get(record.identity)
-        done = found is not None and found.token == record.token and found.state.settled
-        done = done and not (found is not None and found.swept)
+        done = (
+            found is not None
+            and found.token == record.token
+            and found.state.settled
+            and not found.swept
+        )
         atomic.resolve_commit(record, committed=done)
         return done
 

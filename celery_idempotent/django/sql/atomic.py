@@ -432,7 +432,7 @@ def _begun(
     raise AssertionError("unreachable")
 
 
-def is_running(identity: Identity, token: int) -> bool:
+def runs_here(identity: Identity, token: int) -> bool:
     """Is the run of this claim within its transaction, in this process?"""
     run = _runs.get((identity, token))
     return run is not None and run.running

@@ -16,7 +16,6 @@ from celery_idempotent.django.sql.dialects import DIALECTS, Dialect
 from celery_idempotent.django.sql.rows import (
     COLUMNS,
     DEADLINE,
-    DIGEST_BYTES,
     EXPIRES,
     OPEN,
     PRUNE_SLACK_MS,
@@ -32,7 +31,7 @@ from celery_idempotent.records import Identity, Record, SettleRequest
 from celery_idempotent.stores import deciding
 from celery_idempotent.stores.deciding import Asked, StoredRecord, decide
 
-__all__ = ["DIGEST_BYTES", "Look", "claim_free_key", "settle_claim"]
+__all__ = ["Look", "claim_free_key", "settle_claim"]
 
 logger = logging.getLogger(__name__)
 
