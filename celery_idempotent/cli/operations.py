@@ -55,7 +55,7 @@ from celery_idempotent.serializers import LARGEST
 if TYPE_CHECKING:
     from django.db.models import QuerySet
 
-    from celery_idempotent.django.outbox.models import OutboxMessage
+    from celery_idempotent.django.models import OutboxMessage
 
 #: So many records are shown as a sample.
 _SAMPLE = 5
@@ -281,11 +281,13 @@ def _report(asked: _Command, ended: Ended[Record]) -> None:
 
 def _staged(session: Session, wanted: Selection) -> QuerySet[OutboxMessage] | None:
     """Return the messages in the outbox that are meant: those of a scope that is selected as a whole."""
-    alias, outbox = session.store.outbox_alias, django_part("celery_idempotent.django.outbox")
+    alias, models = session.store.outbox_alias, django_part("celery_idempotent.django.models")
     whole = Selection(states=frozenset(State), scopes=wanted.scopes)
-    if not wanted.scopes or wanted != whole or alias is None or outbox is None:
+    if not wanted.scopes or wanted != whole or alias is None or models is None:
         return None
-    found: QuerySet[OutboxMessage] = outbox.of_scopes(wanted.scopes, using=alias)
+    found: QuerySet[OutboxMessage] = models.OutboxMessage.objects.using(alias).filter(
+        scope__in=wanted.scopes
+    )
     return found
 
 

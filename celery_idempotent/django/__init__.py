@@ -30,7 +30,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is
     committed with what the task wrote, and never lost after that (see
-    :mod:`celery_idempotent.django.outbox.staging`). So does ``self.replace``.
+    :mod:`celery_idempotent.django.outbox.messages`). So does ``self.replace``.
     Everywhere else they do what Celery's do.
     """
 

@@ -1,10 +1,12 @@
-"""What Django's models lack: columns of a few bytes that MySQL and MariaDB can index, and an index of few rows."""
+"""What Django's models lack: short binary columns that MySQL can index, an index of few rows, the server's time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from django.db import models
+
+from celery_idempotent.django.sql.dialects import dialect
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -45,3 +47,20 @@ class UnfinishedIndex(models.Index):
         condition = models.Q(state__in=["Q", "P", "I", "F"])
         partial = models.Index(fields=["token"], name=self.name, condition=condition)
         return partial.create_sql(model, schema_editor, using, **kwargs)
+
+
+class NowMs(models.Func):
+    """Milliseconds since the epoch by the database's clock, when the statement runs."""
+
+    output_field = models.BigIntegerField()
+    arity = 0
+
+    def as_sql(
+        self,
+        compiler: object,  # noqa: ARG002
+        connection: BaseDatabaseWrapper,
+        *_: object,
+        **__: object,
+    ) -> tuple[str, list[str | int]]:
+        """Return the SQL of this vendor."""
+        return dialect(connection.vendor).now_ms, []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from django.db import models
 
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
-from celery_idempotent.django.outbox.models import OutboxMessage
 
 __all__ = ["Counter", "HighWaterMark", "IdempotencyRecord", "OutboxMessage", "Record", "Sweep"]
 
@@ -124,6 +123,44 @@ class Counter(models.Model):
 
     def __str__(self) -> str:
         return f"{self.task} {self.outcome}"
+
+
+class OutboxMessage(models.Model):
+    """A message between the transaction that staged it and the broker; deleted once it is sent.
+
+    Its sender has it until ``due_ms``. After that any process may take it, by moving ``due_ms``.
+    """
+
+    #: How much of an error is kept for operators.
+    ERROR_CHARS = 500
+
+    id = models.BigAutoField(primary_key=True)
+    #: The name of the Celery app whose broker the message is for.
+    app = models.CharField(max_length=255)
+    #: The next four, as they are stamped on the message, are for people and lists.
+    task = models.CharField(max_length=255)
+    task_id = models.CharField(max_length=255)
+    key = models.CharField(max_length=255, blank=True, default="")
+    scope = models.CharField(max_length=255, blank=True, default="")
+    #: The whole call, serialized.
+    payload = models.BinaryField()
+    #: When it was staged.
+    created_ms = models.BigIntegerField()
+    #: From when on any process may take it.
+    due_ms = models.BigIntegerField()
+    #: How often sending it failed, and how it did last: never the arguments.
+    attempts = models.PositiveIntegerField(default=0)
+    error = models.CharField(max_length=ERROR_CHARS, blank=True, default="")
+
+    class Meta:
+        default_permissions = ()
+        db_table = "celery_idempotent_outbox"
+        verbose_name = "staged message"
+        # A table that is empty most of the time: an index on a column that changes costs nothing here.
+        indexes = (models.Index(fields=("due_ms",), name="idem_outbox_due"),)
+
+    def __str__(self) -> str:
+        return f"{self.task}[{self.task_id}]"
 
 
 class IdempotencyRecord(models.Model):

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError
 
 from celery_idempotent import backoff
 from celery_idempotent.django.sql import atomic, browse, upkeep
@@ -224,9 +225,16 @@ class DjangoStore(deciding.DecidingStore):
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what waits in the outbox: the beat task calls this after sweep and prune."""
-        from celery_idempotent.django.outbox import sending  # models are made once the apps are
+        from celery_idempotent.django import outbox
 
-        return sending.upkeep(app, using=self.alias, limit=limit)
+        try:
+            report = outbox.sweep(app, using=self.alias, limit=limit)
+        except DatabaseError as error:
+            raise StoreUnavailable(
+                f"the outbox in the database {self.alias!r} could not be swept ({type(error).__name__}): is it up, and"
+                " migrated?"
+            ) from error
+        return {"outbox_sent": report.sent, "outbox_failed": report.failed}
 
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""

@@ -133,8 +133,8 @@ def test_a_count_that_may_be_larger_has_a_plus(
 def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
     operator: Client, log_in: Callable[..., Client], database: None
 ) -> None:
+    from celery_idempotent.django.fields import NowMs
     from celery_idempotent.django.models import OutboxMessage
-    from celery_idempotent.django.outbox.models import NowMs
 
     OutboxMessage.objects.create(
         app="shop",

@@ -47,7 +47,7 @@ def test_all_is_well_once_a_sweep_has_ended(
 def test_a_message_that_waits_for_over_a_minute_is_trouble(
     serve: Callable[..., Any], ask: Ask
 ) -> None:
-    from celery_idempotent.django.outbox.models import OutboxMessage
+    from celery_idempotent.django.models import OutboxMessage
 
     store = open_store("django://default")
     serve(store, idempotency_sweep_interval=None)

@@ -31,8 +31,8 @@ def project(
 
 
 def _pay(project: Project, directory: Any) -> None:
-    from celery_idempotent.django.outbox import rows
-    from celery_idempotent.django.outbox.models import OutboxMessage
+    from celery_idempotent.django.fields import NowMs
+    from celery_idempotent.django.models import OutboxMessage
 
     publisher = Celery("publisher", broker=project.redis_url, set_as_current=False)
     worker = Worker("testproject", directory=directory, name="payments", env=project.env)
@@ -49,10 +49,16 @@ def _pay(project: Project, directory: Any) -> None:
         worker.kill()
         publisher.close()
     message = OutboxMessage(
-        app="testproject", task=TASK, task_id="t-3", key="order-3", scope="acme"
+        app="testproject",
+        task=TASK,
+        task_id="t-3",
+        key="order-3",
+        scope="acme",
+        payload=b"",
+        created_ms=NowMs(),
+        due_ms=NowMs() + 60_000,
     )
-    message.payload = b""
-    rows.add(project.alias, message)
+    message.save(using=project.alias)
 
 
 def test_a_named_user_is_in_the_admins_log_and_a_scope_is_forgotten_with_its_outbox(project):

@@ -33,9 +33,9 @@ def main(what: str) -> None:
 
     app.loader.import_default_modules()
     if what == "outbox":
-        from celery_idempotent.django.outbox.sending import sweep as sweep_outbox
+        from celery_idempotent.django import outbox
 
-        sweep_outbox(app)
+        outbox.sweep(app)
     else:
         from celery_idempotent import get_store
         from celery_idempotent.celery import sweep

@@ -28,10 +28,10 @@ CONF = "ATOMIC_CONF"
 django.setup()
 
 from celery_idempotent.django import IdempotentTask  # noqa: E402
-from celery_idempotent.django.outbox import rows as outbox_rows  # noqa: E402
+from celery_idempotent.django.outbox import messages  # noqa: E402
 
 # So soon a sweep takes the sender of a message for dead.
-outbox_rows.LEASE_MS = 1000
+messages.LEASE_MS = 1000
 
 app = Celery("atomic", set_as_current=False)
 app.conf.update(json.loads(os.environ[CONF]))

@@ -29,10 +29,10 @@ def make_app(settings: dict[str, Any]) -> Celery:
     from django.db import connections, transaction
 
     from celery_idempotent.django import IdempotentTask
-    from celery_idempotent.django.outbox import rows as outbox_rows
+    from celery_idempotent.django.outbox import messages
 
-    outbox_rows.LEASE_MS = LEASE_MS
-    outbox_rows.BACKOFF_MS = 100
+    messages.LEASE_MS = LEASE_MS
+    messages.BACKOFF_MS = 100
     app = Celery("outbox-faults", set_as_current=False)
     app.conf.update(
         broker_connection_retry_on_startup=True,

@@ -65,7 +65,8 @@ def pending(alias: str) -> list[Any]:
     """Return the messages that wait, oldest first, with their times as seen from now."""
     from django.db.models import F
 
-    from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
+    from celery_idempotent.django.fields import NowMs
+    from celery_idempotent.django.models import OutboxMessage
 
     found = OutboxMessage.objects.using(alias).order_by("pk")
     return list(found.annotate(due_in_ms=F("due_ms") - NowMs(), age_ms=NowMs() - F("created_ms")))

@@ -144,8 +144,10 @@ class TestOnEveryDatabase:
             staged = stage.notes(1, 2, 3)
         assert len(tried) == 1, "a worker is not held up by each of them"
         assert [(each.attempts, each.error) for each in stage.pending()] == [
-            (1, "OperationalError: amqp://***@broker is away")
-        ] * 3
+            (1, "OperationalError: amqp://***@broker is away"),
+            (0, ""),
+            (0, ""),
+        ]
         monkeypatch.undo()
         stage.pass_time()
         assert stage.sweep().sent == 3
@@ -177,12 +179,18 @@ class TestOnEveryDatabase:
     def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django.outbox import rows as outbox_rows
+        from celery_idempotent.django.outbox import messages
 
-        def crash(*_: Any) -> None:
-            raise SystemExit
+        class Sent:
+            def __init__(self, using: str) -> None: ...
 
-        monkeypatch.setattr(outbox_rows, "delete", crash)
+            def filter(self, **_: Any) -> Any:
+                return self
+
+            def _raw_delete(self, using: str) -> None:
+                raise SystemExit
+
+        monkeypatch.setattr(messages, "_rows", Sent)
         with pytest.raises(SystemExit), stage.atomic():
             stage.add("note", (7,), countdown=60, expires=120, headers={"trace": "x"})
         monkeypatch.undo()
@@ -198,13 +206,12 @@ class TestOnEveryDatabase:
     def test_a_sender_whose_lease_ran_out_stops(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django.outbox import rows as outbox_rows
+        from celery_idempotent.django.outbox import messages
 
         with stage.atomic():
             staged = stage.notes(1, 2)
             # The transaction takes so long that a sweep may be at it.
-            monkeypatch.setattr(outbox_rows, "LEASE_MS", 0)
-            stage.rows.update(due_ms=2**62)
+            monkeypatch.setattr(messages, "LEASE_MS", 0)
         assert ids(stage.app) == []
         assert [each.task_id for each in stage.pending()] == staged
 

@@ -101,12 +101,7 @@ def test_a_sweep_leaves_what_is_locked_to_the_next(
     assert ids(stage.app) == staged
 
 
-def test_locked_messages_however_many_hide_no_other(
-    open_stage: Open, monkeypatch: pytest.MonkeyPatch
-):
-    from celery_idempotent.django.outbox import sending
-
-    monkeypatch.setattr(sending, "_BATCH", 50)
+def test_locked_messages_however_many_hide_no_other(open_stage: Open):
     stage = open_stage("postgresql")
     locked = [stage.dies_after_commit(n)[0] for n in range(70)]
     stage.pass_time()
@@ -122,13 +117,13 @@ def test_locked_messages_however_many_hide_no_other(
 def test_a_sweep_ends_with_its_budget_also_where_each_lock_costs_time(
     open_stage: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    from celery_idempotent.django.outbox import sending
+    from celery_idempotent.django.outbox import messages
 
     stage = open_stage("sqlite")
     for number in range(100):
         stage.dies_after_commit(number)
     stage.pass_time()
-    monkeypatch.setattr(sending, "BUDGET_SECONDS", 0.3)
+    monkeypatch.setattr(messages, "BUDGET_SECONDS", 0.3)
     with Lock(stage):
         assert Sweeping(stage).report(seconds=3).more
     assert len(stage.pending()) == 100

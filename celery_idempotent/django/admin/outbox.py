@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from django.contrib import admin
 
-from celery_idempotent.django.outbox.models import OutboxMessage
+from celery_idempotent.django.models import OutboxMessage
 
 if TYPE_CHECKING:
     from django.http import HttpRequest

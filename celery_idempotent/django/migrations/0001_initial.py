@@ -121,7 +121,6 @@ class Migration(migrations.Migration):
                 ("created_ms", models.BigIntegerField()),
                 ("due_ms", models.BigIntegerField()),
                 ("attempts", models.PositiveIntegerField(default=0)),
-                ("failed_ms", models.BigIntegerField(blank=True, null=True)),
                 ("error", models.CharField(blank=True, default="", max_length=500)),
             ],
             options={
