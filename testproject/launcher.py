@@ -1,22 +1,24 @@
-"""Runs a server that must not outlive its owner; run as a script, standard library only.
+"""Runs a program that must not outlive its owner; run as a script, standard library only.
 
-A server that is started as a plain subprocess outlives an owner that is killed with SIGKILL, so this stands between::
+A program that is started as a plain subprocess outlives an owner that is killed with SIGKILL, so this stands between::
 
-    owner ── pipe ──> launcher ──> server
-      X                  │            │      the owner dies in whatever way
-               end of file            │      the kernel closes the pipe
-                         ├── crash ──-X      the launcher ends the server, removes its data, and ends
-                         X ··· crash ·X      should the launcher die first, Linux sends the server its signal
+    owner ── pipe ──> launcher ──> program
+      X                  │            │      the owner dies in whatever way: the kernel closes the pipe
+                         ├── crash ──-X      the launcher ends the program, removes its data, ends its process group
+                         X ··· crash ·X      should the launcher die first, Linux sends the program its signal
 
     launcher.py DIRECTORY GENTLE CRASH USER COMMAND…
 
-``GENTLE`` and ``CRASH`` are the names of the signals that end the server; ``USER`` is whom it runs as, or empty.
+``GENTLE`` and ``CRASH`` are the names of the signals that end the program when its owner says ``stop``, and when the
+owner is gone; ``USER`` is whom it runs as, or empty.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import pwd
 import select
 import shutil
 import signal
@@ -27,47 +29,41 @@ from typing import Any, NoReturn
 
 __all__: list[str] = []
 
-_LOOK_SECONDS = 0.25
-_GRACE_SECONDS = 5.0
+_POLL_S = 0.25
+_GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main(
     directory: str, gentle: signal.Signals, crash: signal.Signals, user: str, command: Sequence[str]
 ) -> NoReturn:
-    """Run the server until it ends, the owner says ``stop``, or the owner is gone."""
+    """Run the program until it ends, the owner says ``stop``, or the owner is gone."""
     owner = os.getppid()
-    as_whom: dict[str, Any] = {"user": user, "group": _group(user), "extra_groups": []}
-    server = subprocess.Popen(
+    identity: dict[str, Any] = {}
+    if user:
+        identity = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+    program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        # Standard output is the pipe to the owner, standard error is the program's log.
+        stdout=sys.stderr,
         # Safe: one thread here.
         preexec_fn=_die_with_parent(crash) if sys.platform == "linux" else None,
-        **(as_whom if user else {}),
+        **identity,
     )
-    sys.stdout.write(f"{server.pid}\n")
-    sys.stdout.flush()
-    while server.poll() is None:
-        readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), b"%d\n" % program.pid)
+    while program.poll() is None:
+        readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)
         if readable and os.read(sys.stdin.fileno(), 64):
-            _end(server, gentle)
-            sys.exit(0)
+            _end(program, gentle)
+            break
         # The pipe alone does not tell: a child that the owner forked without exec holds its end open.
         if readable or os.getppid() != owner:
-            _end(server, crash)
+            _end(program, crash)
             shutil.rmtree(directory, ignore_errors=True)
-            sys.exit(0)
-    sys.exit(server.returncode)
-
-
-def _group(user: str) -> int | None:
-    if not user:
-        return None
-    import pwd
-
-    return pwd.getpwnam(user).pw_gid
+            os.killpg(0, signal.SIGKILL)
+    sys.exit(program.returncode)
 
 
 def _die_with_parent(crash: signal.Signals) -> Callable[[], None]:
@@ -79,14 +75,14 @@ def _die_with_parent(crash: signal.Signals) -> Callable[[], None]:
     return ask
 
 
-def _end(server: subprocess.Popen[bytes], how: signal.Signals) -> None:
-    server.send_signal(signal.SIGCONT)  # a frozen server would not hear the rest
-    server.send_signal(how)
+def _end(program: subprocess.Popen[bytes], how: signal.Signals) -> None:
+    program.send_signal(signal.SIGCONT)  # a frozen program would not hear the rest
+    program.send_signal(how)
     try:
-        server.wait(timeout=_GRACE_SECONDS)
+        program.wait(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+        program.kill()
+        program.wait()
 
 
 if __name__ == "__main__":

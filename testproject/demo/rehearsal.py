@@ -1,102 +1,83 @@
-"""What the demo adds to a task in the worker: work that takes time, and a note of each step."""
+"""What the demo adds to a task in the worker: work that takes time, and a lock around the gap of a store in Redis.
+
+With the records in Redis, a run that is killed after its write to the ledger and before its key is settled writes
+again: that gap can only be closed where write and record are one transaction, in the database. While a run is in the
+gap it holds a shared lock on a file, and play.py kills only when it gets the lock for itself.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from celery.signals import task_postrun, task_prerun, worker_process_init
+from celery.signals import task_postrun, task_prerun
 from django.conf import settings as django_settings
 
-from celery_idempotent.signals import Event, claimed, settled
+from celery_idempotent.signals import settled
 from testproject import counters
-from testproject.demo import settings, whereabouts
-from testproject.demo.whereabouts import Step, Where
+from testproject.demo import settings
 from testproject.webhooks.models import Kind, Run
-from testproject.webhooks.tasks import (
-    about_to_write,
-    record_delivery,
-    record_delivery_plain,
-    written,
-)
+from testproject.webhooks.tasks import about_to_write, written
 
-if TYPE_CHECKING:
-    from celery import Task
+__all__ = ["BUSY", "GAP", "PLAN", "QUICK_S", "connect"]
 
-__all__ = ["PLAN", "QUICK_S", "connect"]
-
-#: The file, in the demo's directory, of the seconds that each delivery takes.
-PLAN = "plan.json"
+#: In the demo's directory: the seconds that each delivery takes, the lock, the processes that are in a task.
+PLAN, GAP, BUSY = "plan.json", "gap.lock", "busy"
 
 #: Whatever was slow at first is quick from its fourth run on: a task that always takes longer than
 #: the visibility timeout is redelivered for ever, with Celery's own Task.
 QUICK_S = 0.02
 _SLOW_RUNS = 3
-#: Between the write and what makes it last, for a kill to fall there, too.
-_AFTERWARDS_S = 0.06
+#: Between the write and its COMMIT, for a kill to fall there, too.
+_BEFORE_COMMIT_S = 0.06
 
-_KINDS = {
-    record_delivery.name: Kind.IDEMPOTENT.value,
-    record_delivery_plain.name: Kind.PLAIN.value,
-}
+_gap: list[int] = []
 
 
 def connect() -> None:
-    worker_process_init.connect(_idle)
-    task_prerun.connect(_begun)
-    claimed.connect(_claimed)
+    task_prerun.connect(_begin)
     about_to_write.connect(_work)
-    written.connect(_written)
-    settled.connect(_settled)
-    task_postrun.connect(_idle)
+    written.connect(_linger)
+    settled.connect(_leave_gap)
+    task_postrun.connect(_leave_gap)
+    task_postrun.connect(_end)
     counters.connect(settings.OUTCOME_LOG)
 
 
-def _note(step: Step, kind: str = "", delivery_id: str = "") -> None:
-    where = Where(
-        pid=os.getpid(), parent=os.getppid(), step=step, kind=kind, delivery_id=delivery_id
-    )
-    whereabouts.note(settings.DEMO_DIRECTORY, where)
+def _begin(**_: Any) -> None:
+    _busy_file().parent.mkdir(exist_ok=True)
+    _busy_file().touch()
 
 
-def _idle(**_: Any) -> None:
-    _note(Step.IDLE)
+def _end(**_: Any) -> None:
+    _busy_file().unlink(missing_ok=True)
 
 
-def _begun(task: Task[Any, Any], args: Any, **_: Any) -> None:
-    kind = _KINDS.get(task.name, "")
-    _note(Step.BEGUN, kind, args[0] if kind else "")
-
-
-def _claimed(event: Event, **_: Any) -> None:
-    _note_event(Step.CLAIMED, event)
-
-
-def _settled(event: Event, **_: Any) -> None:
-    _note_event(Step.SETTLED, event)
-
-
-def _note_event(step: Step, event: Event) -> None:
-    kind = _KINDS.get(event.task)
-    if kind is not None and event.identity is not None:
-        _note(step, kind, event.identity.key)
+def _busy_file() -> Path:
+    return settings.DEMO_DIRECTORY / BUSY / str(os.getpid())
 
 
 def _work(run: Run, **_: Any) -> None:
-    _note(Step.WORKING, run.kind, str(run.delivery_id))
     time.sleep(_seconds_of(run))
-    _note(Step.WRITING, run.kind, str(run.delivery_id))
+    if run.kind == Kind.IDEMPOTENT and not django_settings.WEBHOOKS_ATOMIC:
+        _gap.append(os.open(settings.DEMO_DIRECTORY / GAP, os.O_RDWR | os.O_CREAT))
+        fcntl.flock(_gap[-1], fcntl.LOCK_SH)
 
 
-def _written(run: Run, **_: Any) -> None:
-    _note(Step.WRITTEN, run.kind, str(run.delivery_id))
-    # From Redis, and no process is killed here: chaos.py.
+def _leave_gap(**_: Any) -> None:
+    while _gap:
+        os.close(_gap.pop())
+
+
+def _linger(**_: Any) -> None:
     if django_settings.WEBHOOKS_ATOMIC:
-        time.sleep(random.uniform(0, _AFTERWARDS_S))
+        time.sleep(random.uniform(0, _BEFORE_COMMIT_S))
 
 
 def _seconds_of(run: Run) -> float:

@@ -1,193 +1,216 @@
-"""What came of it: counted from the database and the outcomes, as a table, a sentence or JSON."""
+"""What came of it, counted from the database and the outcomes: while the demo works, and in the end."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.live import Live
 from rich.table import Table
 
 from testproject import counters
-from testproject.demo.chaos import PLACES, Strike, Target
-from testproject.demo.scene import Scene
-from testproject.demo.show import judged
 from testproject.webhooks.models import Kind, LedgerEntry, Run
-from testproject.webhooks.tasks import record_delivery
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LedgerReport", "Report", "make_report"]
+__all__ = ["Ledger", "Progress", "Report"]
+
+_LINE_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerReport:
-    """One ledger, held against the deliveries that belong in it; ``killed`` counts runs by place."""
+class Ledger:
+    """One ledger, held against the deliveries that belong in it."""
 
     runs: int
     redelivered: int
-    killed: dict[str, int]
     rows: int
     too_many: int
     missing: int
 
-    @property
-    def right(self) -> bool:
-        """Is each delivery there exactly once, and nothing else?"""
-        return not (self.too_many or self.missing)
+    @classmethod
+    def count(cls, kind: Kind, deliveries: Collection[str]) -> Ledger:
+        """Count the rows of the database."""
+        entries = LedgerEntry.objects.filter(kind=kind).values_list("delivery_id", flat=True)
+        rows = Counter(map(str, entries))
+        runs = Run.objects.filter(kind=kind)
+        expected = set(deliveries)
+        started = runs.count()
+        return cls(
+            runs=started,
+            redelivered=started - runs.values("task_id").distinct().count(),
+            rows=rows.total(),
+            too_many=rows.total() - len(expected & rows.keys()),
+            missing=len(expected - rows.keys()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything that the demo can say in the end."""
 
-    requests: int
     accepted: int
     deliveries: int
-    plain: LedgerReport
-    idempotent: LedgerReport
+    plain: Ledger
+    idempotent: Ledger
     outcomes: dict[str, int]
-    sweeps: int
-    swept: int
     worker_kills: int
     process_kills: int
     seconds: float
     seed: int
     at_rest: bool
-    scene: Scene
+    store: str
+    atomic: bool
+
+    @classmethod
+    def count(
+        cls,
+        *,
+        deliveries: Collection[str],
+        kills: Sequence[Any],
+        directory: Path,
+        seconds: float,
+        **known: Any,
+    ) -> Report:
+        """Count, now that nothing moves any more."""
+        targets = Counter(target.name for target in kills)
+        return cls(
+            deliveries=len(deliveries),
+            plain=Ledger.count(Kind.PLAIN, deliveries),
+            idempotent=Ledger.count(Kind.IDEMPOTENT, deliveries),
+            outcomes=dict(counters.count(directory / "outcomes.log")),
+            worker_kills=targets["WORKER"],
+            process_kills=targets["PROCESS"],
+            seconds=round(seconds, 1),
+            **known,
+        )
 
     @property
     def ok(self) -> bool:
-        """Did the idempotent task do what it promises?"""
-        return self.at_rest and self.idempotent.right
+        """Did the idempotent task do what it promises: each delivery there exactly once, and nothing else?"""
+        return self.at_rest and not (self.idempotent.too_many or self.idempotent.missing)
 
     def as_json(self) -> dict[str, object]:
-        return {"ok": self.ok, "atomic": self.scene.atomic, **asdict(self)}
+        return {"ok": self.ok, **asdict(self)}
 
     def print(self, console: Console) -> None:
         """Print the table and what it means."""
         console.print()
         console.print(self._table())
-        console.print(self._what_happened(), highlight=False)
+        console.print(
+            f"SIGKILL: {self.worker_kills} × the worker, {self.process_kills} × one of its processes."
+            f" Time: {self.seconds:.1f} s. Seed: {self.seed}.",
+            highlight=False,
+        )
         console.print(self._verdict(), style="bold green" if self.ok else "bold red")
         if not self.at_rest:
             console.print("There was still something to do when time was up.", style="bold red")
 
     def _table(self) -> Table:
-        table = Table(title="One ledger row per delivery?", title_justify="left")
-        table.add_column("")
-        table.add_column("celery.Task", justify="right")
-        table.add_column("IdempotentTask", justify="right")
-        plain, idempotent = self.plain, self.idempotent
+        table = _table("One ledger row per delivery?")
+        plain, idempotent, found = self.plain, self.idempotent, self.outcomes
+        swept = found.get("swept", 0)
         for name, left, right in (
             ("HTTP requests accepted", self.accepted, self.accepted),
             ("different deliveries", self.deliveries, self.deliveries),
             ("runs started", plain.runs, idempotent.runs),
-            ("  of messages that the broker redelivered", plain.redelivered, None),
-            *(
-                (f"  killed {name}", plain.killed[place], idempotent.killed[place])
-                for place, name in PLACES.items()
-            ),
-            ("duplicates that got the stored result (replays)", None, self._outcome("replayed")),
-            ("duplicates that met a running one (conflicts)", None, self._outcome("conflicted")),
+            ("  of messages that the broker redelivered", plain.redelivered, ""),
             (
-                "crashes noticed by the worker itself",
-                None,
-                self._outcome("interrupted") - self.swept,
+                "  that left no row: killed",
+                plain.runs - plain.rows,
+                idempotent.runs - idempotent.rows,
             ),
-            ("crashes noticed by a sweep", None, self.swept),
+            ("duplicates that got the stored result (replays)", "", found.get("replayed", 0)),
+            ("duplicates that met a running one (conflicts)", "", found.get("conflicted", 0)),
+            ("crashes noticed by the worker itself", "", found.get("interrupted", 0) - swept),
+            ("crashes noticed by a sweep", "", swept),
         ):
-            table.add_row(name, _number(left), _number(right))
+            table.add_row(name, str(left), str(right))
         table.add_section()
-        for name, left, right in (
-            ("ledger rows", plain.rows, idempotent.rows),
-            ("  too many", plain.too_many, idempotent.too_many),
-            ("  missing", plain.missing, idempotent.missing),
-        ):
-            table.add_row(name, _judged(name, left), _judged(name, right))
+        _add_ledgers(table, plain, idempotent, missing="  missing")
         return table
 
-    def _what_happened(self) -> str:
-        return (
-            f"SIGKILL: {self.worker_kills} × the worker, {self.process_kills} × one of its"
-            f" processes. Sweeps: {self.sweeps}. Time: {self.seconds:.1f} s. Seed: {self.seed}."
-        )
-
     def _verdict(self) -> str:
-        told = (
+        said = (
             f"{self.deliveries} deliveries came in {self.accepted} requests. celery.Task entered"
             f" them {self.plain.rows} times. IdempotentTask "
         )
-        if self.idempotent.right:
-            how = ", in one transaction with its record." if self.scene.atomic else "."
-            return f"{told}entered each of them exactly once{how}"
-        return told + (
+        if not (self.idempotent.too_many or self.idempotent.missing):
+            how = ", in one transaction with its record." if self.atomic else "."
+            return f"{said}entered each of them exactly once{how}"
+        return said + (
             f"entered {self.idempotent.too_many} too many and {self.idempotent.missing} too few:"
             " that must not happen."
         )
 
-    def _outcome(self, name: str) -> int:
-        return self.outcomes.get(name, 0)
+
+class Progress:
+    """Both ledgers side by side on a terminal, else a line now and then, while the demo works."""
+
+    def __init__(self, console: Console, *, requests: int, deliveries: int) -> None:
+        self._console = console
+        self._requests = requests
+        self._deliveries = deliveries
+        self._begin = self._last = time.monotonic()
+        # The report takes its place.
+        self._live = Live(console=console, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print that something happened."""
+        since = time.monotonic() - self._begin
+        self._console.print(f"{since:5.1f} s  {text}", highlight=False, soft_wrap=True)
+
+    def update(self, *, accepted: int) -> int:
+        """Show what is in the ledgers; return how many deliveries are in that of the idempotent task."""
+        deliveries = set(map(str, LedgerEntry.objects.values_list("delivery_id", flat=True)))
+        plain, idempotent = (Ledger.count(kind, deliveries) for kind in Kind)
+        now = time.monotonic()
+        if self._live:
+            table = _table(
+                f"After {now - self._begin:.0f} s: {accepted} of {self._requests} requests accepted"
+            )
+            table.box = box.SIMPLE_HEAD
+            table.add_row("runs started", str(plain.runs), str(idempotent.runs))
+            _add_ledgers(table, plain, idempotent, missing="  not there yet")
+            self._live.update(table)
+        elif now - self._last >= _LINE_EVERY_S:
+            self._last = now
+            self.say(
+                f"{accepted} of {self._requests} requests accepted. Rows for {self._deliveries}"
+                f" deliveries: celery.Task {plain.rows} ({plain.too_many} too many),"
+                f" IdempotentTask {idempotent.rows} ({idempotent.too_many} too many)"
+            )
+        return len(deliveries) - idempotent.missing
 
 
-def make_report(
-    *,
-    requests: int,
-    accepted: int,
-    deliveries: Collection[str],
-    strikes: Sequence[Strike],
-    outcomes: Path,
-    seconds: float,
-    seed: int,
-    at_rest: bool,
-    scene: Scene,
-) -> Report:
-    """Count, now that nothing moves any more."""
-    counted = counters.count(outcomes, task=record_delivery.name)
-    sweeps = counters.count(outcomes)["swept"]
-    targets = Counter(strike.target for strike in strikes)
-    return Report(
-        requests=requests,
-        accepted=accepted,
-        deliveries=len(deliveries),
-        plain=_ledger(Kind.PLAIN, deliveries, strikes),
-        idempotent=_ledger(Kind.IDEMPOTENT, deliveries, strikes),
-        outcomes=dict(counted),
-        sweeps=sweeps,
-        swept=counters.swept(outcomes),
-        worker_kills=targets[Target.WORKER],
-        process_kills=targets[Target.PROCESS],
-        seconds=round(seconds, 1),
-        seed=seed,
-        at_rest=at_rest,
-        scene=scene,
-    )
+def _table(title: str) -> Table:
+    table = Table("", title=title, title_justify="left")
+    for name in ("celery.Task", "IdempotentTask"):
+        table.add_column(name, justify="right")
+    return table
 
 
-def _ledger(kind: Kind, deliveries: Collection[str], strikes: Sequence[Strike]) -> LedgerReport:
-    entries = LedgerEntry.objects.filter(kind=kind).values_list("delivery_id", flat=True)
-    rows = Counter(map(str, entries))
-    runs = Run.objects.filter(kind=kind)
-    expected = set(deliveries)
-    killed = Counter(place for strike in strikes for place in strike.killed(kind).elements())
-    return LedgerReport(
-        runs=runs.count(),
-        redelivered=runs.count() - runs.values("task_id").distinct().count(),
-        killed={place: killed[place] for place in PLACES},
-        rows=rows.total(),
-        too_many=rows.total() - len(expected & rows.keys()),
-        missing=len(expected - rows.keys()),
-    )
+def _add_ledgers(table: Table, plain: Ledger, idempotent: Ledger, *, missing: str) -> None:
+    both = plain, idempotent
+    table.add_row("effects (ledger rows)", *(f"[bold]{each.rows}[/]" for each in both))
+    table.add_row("  too many", *(_judged(each.too_many) for each in both))
+    table.add_row(missing, *(_judged(each.missing) for each in both))
 
 
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def _judged(name: str, value: int) -> str:
-    if name == "ledger rows":
-        return f"[bold]{value:,}[/]"
-    return judged(value)
+def _judged(count: int) -> str:
+    return f"[red]{count}[/]" if count else "[green]0[/]"

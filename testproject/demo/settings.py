@@ -15,7 +15,7 @@ DEMO_DIRECTORY = Path(os.environ["TESTPROJECT_DEMO"])
 OUTCOME_LOG = DEMO_DIRECTORY / "outcomes.log"
 
 # The default hour, as two seconds: what a worker has had for longer, the broker hands to another.
-# The look-out is every second instead of every hundred (Celery 5.7; older ones: see play.py).
+# The look-out is every second instead of every hundred (Celery 5.7).
 CELERY_BROKER_TRANSPORT_OPTIONS = {
     **project.CELERY_BROKER_TRANSPORT_OPTIONS,
     "visibility_timeout": 2,
@@ -28,6 +28,8 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
 # pauses, or a run that is alive loses it: five seconds for two cores that are full.
 CELERY_IDEMPOTENCY_LEASE = 5
 CELERY_IDEMPOTENCY_SWEEP_INTERVAL = 1
+# A delivery may be struck by each of the kills: it is not to be given up as poison.
+CELERY_IDEMPOTENCY_MAX_CRASHES = 10
 # Housekeeping does not wait behind the backlog that a killed worker leaves.
 CELERY_TASK_ROUTES = {"celery_idempotent.sweep": {"queue": "housekeeping"}}
 CELERY_BEAT_MAX_LOOP_INTERVAL = 0.5

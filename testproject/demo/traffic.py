@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import hmac
 import http.client
+import json
 import random
 import threading
 import time
+import uuid
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from testproject.demo.events import Event
-from testproject.demo.processes import DemoError
-from testproject.demo.rehearsal import QUICK_S
+from testproject.processes import ProcessError
 
-__all__ = ["Send", "Traffic", "plan_sends", "plan_work"]
+__all__ = ["Event", "Traffic", "load", "plan_sends", "plan_work"]
 
 _THREADS = 8
 _TRIES = 20
@@ -24,17 +27,52 @@ _COPIES = (1, 2, 3, 4)
 _WEIGHTS = (30, 30, 25, 15)
 #: Longer than the visibility timeout of the demo, which is 2 s and looked after every second.
 _SLOW_S = (3.2, 3.6)
-#: One of so many is slow.
-_SLOW_ONE_OF = 16
-_SLOW = 2
+#: At most two are slow, and no more than one of sixteen.
+_SLOW, _SLOW_ONE_OF = 2, 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Send:
+class Event(NamedTuple):
+    """One delivery, as GitHub sends it: two headers and a body."""
+
+    event: str
+    delivery_id: str
+    body: bytes
+
+
+class Send(NamedTuple):
     """One HTTP request: when, in seconds from the start, and which of the events."""
 
     due_s: float
     event: int
+
+
+def load(path: Path) -> list[Event]:
+    """Read a ``.jsonl`` or ``.jsonl.gz`` file: an ``event``, a ``delivery`` and a ``payload`` a line.
+
+    Raises:
+        ProcessError: for anything else, with the line.
+    """
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ProcessError(f"cannot read the events in {path}: {error}") from error
+    lines = enumerate(text.split("\n"), start=1)
+    events = [_event(path, number, line) for number, line in lines if line.strip()]
+    if not events:
+        raise ProcessError(f"there are no events in {path}")
+    return events
+
+
+def _event(path: Path, number: int, line: str) -> Event:
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        delivery = str(uuid.UUID(entry["delivery"]))
+        return Event(str(entry["event"]), delivery, json.dumps(entry["payload"]).encode())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProcessError(
+            f"{path}, line {number}: not an object with event, delivery and payload ({error!r})"
+        ) from None
 
 
 def plan_sends(
@@ -49,61 +87,59 @@ def plan_sends(
     sends = []
     for number, count in enumerate(copies):
         first = chance.uniform(0, seconds * 0.9)
-        sends.append(Send(due_s=first, event=number))
+        sends.append(Send(first, number))
         for _ in range(count - 1):
             together = chance.random() < 0.5
             due = first if together else min(first + chance.uniform(0.05, 4.0), seconds)
-            sends.append(Send(due_s=due, event=number))
+            sends.append(Send(due, number))
     return sorted(sends)
 
 
-def plan_work(events: Sequence[Event], *, chance: random.Random) -> dict[str, float]:
+def plan_work(
+    events: Sequence[Event], *, chance: random.Random, quick_s: float
+) -> dict[str, float]:
     """How long the first runs of each take: most no time, a few longer than their visibility."""
     ids = sorted({event.delivery_id for event in events})
     slow = set(chance.sample(ids, min(_SLOW, len(ids) // _SLOW_ONE_OF)))
-    return {each: _work(chance, slow=each in slow) for each in ids}
-
-
-def _work(chance: random.Random, *, slow: bool) -> float:
-    if slow:
-        return chance.uniform(*_SLOW_S)
-    return chance.uniform(0.05, 0.15) if chance.random() < 0.1 else chance.uniform(0, QUICK_S)
+    work = {}
+    for each in ids:
+        longer = (0.05, 0.15) if chance.random() < 0.1 else (0.0, quick_s)
+        work[each] = chance.uniform(*(_SLOW_S if each in slow else longer))
+    return work
 
 
 class Traffic:
     """The sender: a thread that follows the plan, and a few that speak HTTP."""
 
-    def __init__(self, events: Sequence[Event], sends: Sequence[Send], *, secret: str) -> None:
+    def __init__(
+        self, events: Sequence[Event], sends: Sequence[Send], *, secret: str, port: int
+    ) -> None:
         self._events = events
         self._sends = sends
-        self._port = 0
+        self._port = port
         self._secret = secret.encode()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
         self._failure: str | None = None
-        self.requests = 0
         self.accepted = 0
 
-    def start(self, port: int) -> None:
-        """Begin to send, to this port of this machine."""
-        self._port = port
+    def __enter__(self) -> Traffic:
         self._thread.start()
+        return self
 
-    def close(self) -> None:
-        """Send nothing more."""
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=2)
+        self._thread.join(timeout=2)
 
     @property
     def finished(self) -> bool:
-        return self._thread.ident is not None and not self._thread.is_alive()
+        return not self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise :exc:`DemoError` if the receiver refused what it should have taken."""
+        """Raise :exc:`ProcessError` if the receiver refused what it should have taken."""
         if self._failure is not None:
-            raise DemoError(self._failure)
+            raise ProcessError(self._failure)
 
     def _run(self) -> None:
         begin = time.monotonic()
@@ -119,10 +155,9 @@ class Traffic:
             if self._stop.is_set() or self._failure is not None:
                 return
             status, answer = self._post(event)
-            with self._lock:
-                self.requests += 1
-                self.accepted += status == http.client.ACCEPTED
             if status == http.client.ACCEPTED:
+                with self._lock:
+                    self.accepted += 1
                 return
             if status and status != http.client.SERVICE_UNAVAILABLE:
                 self._failure = f"delivery {event.delivery_id} was refused: {status} {answer}"

@@ -1,10 +1,10 @@
-"""What came in, what was started, and the ledger that all of it is about."""
+"""The runs that were started, and the ledger that all of it is about."""
 
 from __future__ import annotations
 
 from django.db import models
 
-__all__ = ["EventCounter", "Kind", "LedgerEntry", "Receipt", "Run"]
+__all__ = ["Kind", "LedgerEntry", "Run"]
 
 
 class Kind(models.TextChoices):
@@ -12,17 +12,6 @@ class Kind(models.TextChoices):
 
     PLAIN = "plain", "celery.Task"
     IDEMPOTENT = "idempotent", "IdempotentTask"
-
-
-class Receipt(models.Model):
-    """One HTTP request that was answered 202."""
-
-    delivery_id = models.UUIDField(db_index=True)
-    event = models.CharField(max_length=64)
-    received = models.DateTimeField(auto_now_add=True)
-
-    def __str__(self) -> str:
-        return f"{self.event} {self.delivery_id}"
 
 
 class Run(models.Model):
@@ -62,19 +51,3 @@ class LedgerEntry(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} entry of {self.delivery_id}"
-
-
-class EventCounter(models.Model):
-    """How many ledger entries there are per event type: an effect that cannot tell a duplicate."""
-
-    kind = models.CharField(max_length=10, choices=Kind.choices)
-    event = models.CharField(max_length=64)
-    count = models.PositiveIntegerField(default=0)
-
-    class Meta:
-        constraints = (
-            models.UniqueConstraint(fields=["kind", "event"], name="webhooks_counter_per_event"),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.count} {self.kind} {self.event}"

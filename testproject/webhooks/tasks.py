@@ -9,13 +9,12 @@ from typing import Any
 from celery import Task
 from django.conf import settings
 from django.db import OperationalError, transaction
-from django.db.models import F
 from django.dispatch import Signal
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.signals import Event, claimed
 from testproject.celery import app
-from testproject.webhooks.models import EventCounter, Kind, LedgerEntry, Run
+from testproject.webhooks.models import Kind, LedgerEntry, Run
 
 __all__ = ["about_to_write", "record_delivery", "record_delivery_plain", "written"]
 
@@ -95,10 +94,5 @@ def _record(kind: Kind, task: Task[Any, Any], delivery_id: str, event: str, acti
             task_id=task_id,
             pid=run.pid,
         )
-        counter, created = EventCounter.objects.get_or_create(
-            kind=kind, event=event, defaults={"count": 1}
-        )
-        if not created:
-            EventCounter.objects.filter(pk=counter.pk).update(count=F("count") + 1)
     written.send(sender=task, run=run)
     return entry.pk

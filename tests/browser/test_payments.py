@@ -288,5 +288,5 @@ def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(
         )
     wait_for(lambda: b"too many" in site.ask("GET", "/", user=None).body, 30, "the deliveries")
     page.reload()
-    expect(page.get_by_role("region", name="Counters per event")).to_be_visible()
+    expect(page.get_by_role("region", name="IdempotentTask")).to_be_visible()
     look_at(page, "start, with a ledger")

@@ -23,7 +23,7 @@ from celery_idempotent import get_store
 from celery_idempotent.testing import crash_matrix
 from testproject.celery import app
 from testproject.webhooks import tasks
-from testproject.webhooks.models import EventCounter, Kind, LedgerEntry, Run
+from testproject.webhooks.models import Kind, LedgerEntry, Run
 
 
 def main() -> None:
@@ -45,7 +45,6 @@ def main() -> None:
         "entered_of_three": entries(thrice),
         "left_by_the_failure": left,
         "entered_in_the_end": entries(broken),
-        "counted": EventCounter.objects.get(kind=Kind.IDEMPOTENT).count,
         "runs": Run.objects.filter(kind=Kind.IDEMPOTENT, delivery_id=broken).count(),
         "record": record.state.value,
         "killed_at_each_line": killed(),

@@ -49,7 +49,6 @@ def test_what_fails_after_its_write_leaves_nothing_where_the_record_is_in_the_da
         "entered_of_three": 1,
         "left_by_the_failure": left,
         "entered_in_the_end": left + 1,
-        "counted": left + 2,
         "runs": 2,
         "record": "COMPLETED",
         # After the return: the entry is committed, and the record is not written yet.

@@ -15,47 +15,6 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
-            name="Receipt",
-            fields=[
-                (
-                    "id",
-                    models.BigAutoField(
-                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
-                    ),
-                ),
-                ("delivery_id", models.UUIDField(db_index=True)),
-                ("event", models.CharField(max_length=64)),
-                ("received", models.DateTimeField(auto_now_add=True)),
-            ],
-        ),
-        migrations.CreateModel(
-            name="EventCounter",
-            fields=[
-                (
-                    "id",
-                    models.BigAutoField(
-                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
-                    ),
-                ),
-                (
-                    "kind",
-                    models.CharField(
-                        choices=[("plain", "celery.Task"), ("idempotent", "IdempotentTask")],
-                        max_length=10,
-                    ),
-                ),
-                ("event", models.CharField(max_length=64)),
-                ("count", models.PositiveIntegerField(default=0)),
-            ],
-            options={
-                "constraints": [
-                    models.UniqueConstraint(
-                        fields=("kind", "event"), name="webhooks_counter_per_event"
-                    )
-                ],
-            },
-        ),
-        migrations.CreateModel(
             name="Run",
             fields=[
                 (
