@@ -37,7 +37,6 @@ from celery_idempotent.records import (
     Page,
     Record,
     Renewal,
-    Retained,
     Selection,
     SettleRequest,
     State,
@@ -129,11 +128,6 @@ class DjangoStore(deciding.DecidingStore):
             # A sweep may have interrupted them: then the record says whether they go on.
             lost |= {each for each in missed if not self._renew(each)}
         return [each not in lost for each in renewals]
-
-    def retained(self, identity: Identity) -> Retained | None:
-        """Return the settled record as it is committed, and for how long it is kept."""
-        # Within the thread's transaction it would see what is not committed yet.
-        return None if self.joined() else super().retained(identity)
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue what nobody sent."""

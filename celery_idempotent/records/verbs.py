@@ -146,15 +146,6 @@ class Settled:
 
 
 @dataclass(slots=True)
-class Retained:
-    """A committed end: settled ``age_ms`` ago, and kept for ``left_ms`` more, by the store's clock."""
-
-    record: Record
-    age_ms: int
-    left_ms: int
-
-
-@dataclass(slots=True)
 class Mismatched:
     """The key belongs to a call with another fingerprint: refuse."""
 

@@ -36,14 +36,15 @@ GROUP = "celery_idempotent.stores"
 
 _REDIS = ("redis", "redis+cluster", "rediss", "rediss+cluster", "sentinel", "unix")
 
-#: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
-#: asked for.
+#: What makes a store of a URL with this scheme; imported when first asked for.
 _SCHEMES = {
-    "django": ("celery_idempotent.django.store:open_django", "django"),
-    "memory": ("celery_idempotent.stores:_memory", None),
-    **dict.fromkeys(_REDIS, ("celery_idempotent.stores.redis.store:RedisStore", "redis")),
-    **{f"hybrid+{scheme}": ("celery_idempotent.stores:_hybrid", "redis") for scheme in _REDIS},
+    "django": "celery_idempotent.django.store:open_django",
+    "memory": "celery_idempotent.stores.memory:open_memory",
+    **dict.fromkeys(_REDIS, "celery_idempotent.stores.redis.store:RedisStore"),
+    **{f"hybrid+{scheme}": "celery_idempotent.django.hybrid:open_hybrid" for scheme in _REDIS},
 }
+#: The packages that a store may need, each the name of an extra, too.
+_EXTRAS = ("django", "redis")
 
 _WHAT_TO_SET = (
     "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
@@ -70,7 +71,7 @@ def open_store(url: str) -> Store:
 def _opener(scheme: str) -> Callable[..., Store]:
     """Return what opens URLs with this scheme: ours first, so that no other package can take one of them."""
     if scheme in _SCHEMES:
-        return _resolve(*_SCHEMES[scheme])
+        return _resolve(_SCHEMES[scheme])
     others = entry_points(group=GROUP)
     if scheme not in others.names:
         allowed = ", ".join(f"{name}://" for name in sorted({*_SCHEMES, *others.names}))
@@ -81,23 +82,6 @@ def _opener(scheme: str) -> Callable[..., Store]:
         )
     opener: Callable[..., Store] = others[scheme].load()
     return opener
-
-
-def _memory(_url: str) -> Store:
-    from celery_idempotent.stores.memory import MemoryStore
-
-    return MemoryStore()
-
-
-def _hybrid(url: str) -> Store:
-    """Open ``hybrid+redis://…?truth=…``, a cache before another store."""
-    from celery_idempotent.stores import opening
-
-    cache, truth = opening.hybrid(url)
-    store: Store = _resolve("celery_idempotent.stores.hybrid.store:HybridStore", None)(
-        cache, open_store(truth)
-    )
-    return store
 
 
 def get_store(app: AnyCelery) -> Store:
@@ -161,7 +145,7 @@ def _store_of(app: Celery) -> Store | None:
     """Return a new store as the app's settings want it, ``None`` if they say nothing of one."""
     setting = app.conf.get("idempotency_store")
     if setting is None:
-        found: Store | None = _resolve("celery_idempotent.stores.opening:from_app", "redis")(app)
+        found: Store | None = _resolve("celery_idempotent.stores.opening:from_app")(app)
         return found
     if isinstance(setting, str):
         return open_store(setting)
@@ -173,15 +157,15 @@ def _store_of(app: Celery) -> Store | None:
     )
 
 
-def _resolve(path: str, extra: str | None) -> Callable[..., Store]:
+def _resolve(path: str) -> Callable[..., Store]:
     module, _, name = path.partition(":")
     try:
         found: Callable[..., Store] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if extra is None or error.name != extra:
+        if error.name not in _EXTRAS:
             raise
         raise InvalidOption(
             f"this idempotency store needs the package {error.name}:"
-            f" pip install 'celery-idempotent[{extra}]'"
+            f" pip install 'celery-idempotent[{error.name}]'"
         ) from error
     return found

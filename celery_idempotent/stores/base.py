@@ -20,7 +20,6 @@ from celery_idempotent.records import (
     Reservation,
     ReserveRequest,
     ResultWrite,
-    Retained,
     Selection,
     SettledWith,
     SettleRequest,
@@ -78,8 +77,6 @@ class Store(ABC):
     supports_transactions: bool = False
     #: Does it count outcomes for operators? Then it has `count`, `counts` and `note_sweep`.
     supports_counting: bool = False
-    #: Can a cache stand before it? Then it has `retained`, and `joined` where its verbs may join a transaction.
-    supports_cache: bool = False
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
 
@@ -296,12 +293,6 @@ class Store(ABC):
 
     def note_sweep(self) -> None:  # noqa: B027  see supports_counting
         """Note that a sweep ended just now: ``stats`` tells of the last one, and so whether sweeps run."""
-
-    def retained(self, identity: Identity) -> Retained | None:
-        """Return the COMPLETED or FAILED record as it is committed, and for how long it is kept; ``None``: no such."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say for how long it keeps records"
-        )
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:  # noqa: ARG002  nothing to do by default
         """Look after what else the store holds for this app; the sweep reports the counts with its own."""

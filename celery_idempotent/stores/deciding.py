@@ -37,7 +37,6 @@ from celery_idempotent.records import (
     Reservation,
     Reserved,
     ReserveRequest,
-    Retained,
     Settled,
     SettleRequest,
     State,
@@ -267,8 +266,6 @@ Taken: TypeAlias = Record | Held | Settled | Mismatched
 class DecidingStore(Store):
     """A store that decides in Python."""
 
-    supports_cache = True
-
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
         """Look at a key and do a verb with that; both again if somebody else wrote in between."""
@@ -393,18 +390,6 @@ class DecidingStore(Store):
         """Return the record as it is."""
         look = self._at(identity, lambda look: look)
         return None if look.stored is None else look.stored.record
-
-    def retained(self, identity: Identity) -> Retained | None:
-        """Return the settled record, and for how long it is kept."""
-
-        def verb(look: Look) -> Retained | None:
-            if look.stored is None or not look.stored.record.state.settled:
-                return None
-            record, now_ms = look.stored.record, look.now_us // 1000
-            age_ms = max(now_ms - record.updated_ms, 0)
-            return Retained(record, age_ms=age_ms, left_ms=look.stored.expires_ms - now_ms)
-
-        return self._at(identity, verb)
 
 
 def asked_by(request: ClaimRequest) -> Asked:

@@ -135,5 +135,10 @@ class MemoryStore(ScanningStore):
             return now_ms, [each.record for each in stored if each.expires_ms > now_ms]
 
 
+def open_memory(_url: str) -> MemoryStore:
+    """Open ``memory://``."""
+    return MemoryStore()
+
+
 def _wall_clock_us() -> int:
     return time.time_ns() // 1000

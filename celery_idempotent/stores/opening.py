@@ -20,34 +20,12 @@ from celery_idempotent.stores.base import Store
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.stores.hybrid.cache import RedisCache
-
 #: The schemes of Celery's own Redis result backends.
 _BACKENDS = {"redis", "rediss", "redis+socket", "socket", "sentinel"}
 
 #: Parameters of the backend's connections that the store's do not share: a pool's, those of ``redis.Redis``, and text
 #: where scripts answer with bytes.
 _NOT_SHARED = {"decode_responses", "hosts", "max_connections", "retry_on_timeout"}
-
-
-def hybrid(url: str) -> tuple[RedisCache, str]:
-    """Return the cache of ``hybrid+redis://…?truth=alias``, and the URL of the truth behind it.
-
-    ``truth`` is the alias of a Django database (``default``), or a URL.
-    """
-    from celery_idempotent.stores.hybrid.cache import RedisCache
-
-    address, _, query = url.removeprefix("hybrid+").partition("?")
-    options = parse_qsl(query, keep_blank_values=True)
-    truths = [value for name, value in options if name == "truth"] or ["default"]
-    truth = truths[0] if "://" in truths[0] else f"django://{truths[0]}"
-    if len(truths) > 1 or not truths[0] or truth.startswith("hybrid+"):
-        raise InvalidOption(
-            "a hybrid store's URL names one truth: ?truth=alias, a Django database, or no truth"
-            " for the alias 'default'"
-        )
-    rest = urlencode([(name, value) for name, value in options if name != "truth"])
-    return RedisCache(address + ("?" + rest if rest else "")), truth
 
 
 def from_app(app: Celery) -> Store | None:

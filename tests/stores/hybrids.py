@@ -1,43 +1,40 @@
-"""Hybrid stores for tests: truths that count what they are asked, links that count, fail, lag and go back in time."""
+"""Hybrid stores for tests: over a memory that counts its looks, with links that count, fail and lag."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import pytest
 from redis import exceptions
 
+pytest.importorskip("django")
+
+from celery_idempotent.django.hybrid import Cache, CachingStore
+from celery_idempotent.records import Identity
+from celery_idempotent.stores.deciding import Look
+from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.servers import Command, Link
 
-HISTORY = b"local info = redis.call('INFO', 'replication')"
+T = TypeVar("T")
 
 
-def public(store: Any) -> list[str]:
-    """Return the methods that whoever wraps a store has to have: who asks for them looks at attributes that exist."""
-    return [
-        name for name in dir(store) if not name.startswith("_") and callable(getattr(store, name))
-    ]
+class CountedMemory(MemoryStore):
+    """A memory whose looks are counted."""
+
+    asked = 0
+
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+        self.asked += 1
+        return super()._at(identity, verb)
 
 
-class Counted:
-    """A truth whose verbs are counted."""
+class MemoryHybrid(CachingStore, CountedMemory):
+    """A memory behind a cache."""
 
-    def __init__(self, truth: Any) -> None:
-        self.asked: list[str] = []
-        self._truth = truth
-        for verb in public(truth):
-            setattr(self, verb, self._counted(verb))
-
-    def __getattr__(self, flag: str) -> Any:
-        return getattr(self._truth, flag)
-
-    def _counted(self, verb: str) -> Any:
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            self.asked.append(verb)
-            # Looked up now: a test may have put another in its place.
-            return getattr(self._truth, verb)(*args, **kwargs)
-
-        return ask
+    def __init__(self, cache: Cache, clock: Callable[[], int] | None = None) -> None:
+        super().__init__(clock)
+        self.cache = cache
 
 
 class CountingLink:
@@ -59,22 +56,22 @@ class CountingLink:
         self._link.close()
 
 
-class BadLink:
+class BadLink(CountingLink):
     """A server that can be away, lose answers, or execute what it was sent only much later."""
 
     def __init__(self, link: Link) -> None:
-        self.where, self.spans = link.where, link.spans
+        super().__init__(link)
         self.mode = "well"
         self.late: list[Sequence[Command]] = []
-        self._link = link
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
         if self.mode == "away":
+            self.trips += 1
             raise exceptions.ConnectionError("Connection refused.")
         if self.mode == "frozen":
             self.late.append(commands)
             raise exceptions.TimeoutError("Timeout reading from socket")
-        answers = self._link.exchange(commands)
+        answers = super().exchange(commands)
         if self.mode == "deaf":
             raise exceptions.TimeoutError("Timeout reading from socket")
         return answers
@@ -83,37 +80,4 @@ class BadLink:
         self.mode = "well"
         late, self.late = self.late, []
         for commands in late:
-            self._link.exchange([command.with_source() for command in commands])
-
-    def nodes(self) -> Sequence[Any]:
-        return self._link.nodes()
-
-    def close(self) -> None:
-        self._link.close()
-
-
-class DatedLink:
-    """Makes the scripts believe in another history than the server's: as if a replica had taken over."""
-
-    def __init__(self, link: Link) -> None:
-        self.where, self.spans = link.where, link.spans
-        self.history = 1
-        self._link = link
-
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        return self._link.exchange([self._dated(command) for command in commands])
-
-    def nodes(self) -> Sequence[Any]:
-        return self._link.nodes()
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _dated(self, command: Command) -> Command:
-        source = command.source if command.words[0] == b"EVALSHA" else command.words[1]
-        assert source is not None
-        dated = source.replace(
-            HISTORY, b"local info = 'role:master\\r\\nmaster_replid:%040x'" % (self.history << 96)
-        )
-        assert (dated != source) is (b"INFO" in source)
-        return command._replace(words=(b"EVAL", dated, *command.words[2:]), source=None)
+            self._link.exchange(commands)

@@ -14,8 +14,6 @@ from celery_idempotent.celery.checks import check_or_raise
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.stores import get_store, open_store
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.hybrid.cache import RedisCache
-from celery_idempotent.stores.hybrid.store import HybridStore
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, isolated_records
 
@@ -88,11 +86,6 @@ def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(
         task.apply(throw=True)
     with pytest.raises(NotImplementedError, match="no transactions"):
         store.transaction(None)
-
-
-def test_no_cache_can_stand_before_it(store: Any) -> None:
-    with pytest.raises(InvalidOption, match="cannot stand behind a cache"):
-        HybridStore(RedisCache("redis://127.0.0.1:1/0"), store)
 
 
 def test_records_of_a_test_are_in_memory_instead(app: Celery, store: Any) -> None:

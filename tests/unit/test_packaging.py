@@ -188,7 +188,6 @@ LATER = (
     "celery_idempotent.django",
     "celery_idempotent.metrics",
     "celery_idempotent.stores.deciding",
-    "celery_idempotent.stores.hybrid",
     "celery_idempotent.stores.memory",
     "celery_idempotent.stores.redis",
     "celery_idempotent.testing",

@@ -15,8 +15,8 @@
     idem:{0}!swept                              when the last sweep ended, ms since the epoch
 
     idem.cache:{7}:payments.charge:acct_1:order-17   the same record, where this is a cache before
-                                                     another store (see cache.py)
-    idem.cache:{7}!generation                        what a forget changes
+                                                     a database (see django/hybrid.py)
+    idem.cache:{7}!<8 random bytes>                  a ticket for a fill, for ten seconds
 
 The bucket number in braces is the Cluster hash tag, so that all that a script touches lies in one
 slot. Redis takes the first braces of a name, hence braces further right do not matter and the
@@ -100,10 +100,6 @@ class Keyspace:
     def swept(self) -> bytes:
         """Name the time at which the last sweep ended."""
         return b"%b:{0}!swept" % self._start
-
-    def generation(self, bucket: int) -> bytes:
-        """Name a number that changes, in a cache, whenever a record of the bucket is forgotten."""
-        return self._heads[bucket] + b"!generation"
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,1 +1,0 @@
-"""A cache of Redis before a store in a database."""
