@@ -34,7 +34,8 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
 )
-from celery_idempotent.stores.deciding import DecidingStore, Look, StoredRecord
+from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.deciding import Look, StoredRecord
 from celery_idempotent.stores.redis.format import pack, unpack
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, plain
@@ -138,7 +139,7 @@ class Cache:
         return answers
 
 
-class CachingStore(DecidingStore):
+class CachingStore(Store):
     """The verbs of a store with a ``cache``, a mixin before the store itself.
 
     The cache only ever says that a key *is* settled. Everything else is the store's, a claim or reservation with

@@ -10,7 +10,6 @@ with the transaction; a look that finds the lease of such a run over and the loc
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -28,6 +27,7 @@ from celery_idempotent.django.sql.reach import missing_bounds
 from celery_idempotent.django.sql.rows import digest
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
+    ATTEMPT_BYTES,
     FINGERPRINT_BYTES,
     Answer,
     Claimed,
@@ -41,10 +41,9 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
     Stats,
-    SweepReport,
 )
 from celery_idempotent.stores import deciding
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.deciding import Asked
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ T = TypeVar("T")
 _COMMIT_SECONDS = 10.0
 
 
-class DjangoStore(deciding.DecidingStore):
+class DjangoStore(Store):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -129,14 +128,8 @@ class DjangoStore(deciding.DecidingStore):
             lost |= {each for each in missed if not self._renew(each)}
         return [each not in lost for each in renewals]
 
-    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent."""
-        due = self.connections.run(lambda session: upkeep.find_due(session, limit + 1))
-        more, due = len(due) > limit, due[:limit]
-        # Sweeps at once shall not all meet at the same row, one after another.
-        random.shuffle(due)
-        swept = [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
-        return deciding.report([record for record in swept if record], more=more)
+    def _due(self, limit: int) -> Sequence[Identity]:
+        return self.connections.run(lambda session: upkeep.find_due(session, limit))
 
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention, in batches."""

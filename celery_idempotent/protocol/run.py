@@ -34,6 +34,7 @@ from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.shield import NO_SHIELD, Shield, VerbInterruptedError, shields
 from celery_idempotent.protocol.unfinished import close, is_unfinished
 from celery_idempotent.records import (
+    ATTEMPT_BYTES,
     Answer,
     Claimed,
     ClaimRequest,
@@ -46,7 +47,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal

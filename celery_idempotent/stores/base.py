@@ -1,26 +1,32 @@
-"""What a store must do: one verb a method, one atomic step a verb."""
+"""A store: the public verbs, written once over a look and a swap, and what a store may do beyond them."""
 
 from __future__ import annotations
 
+import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent.records import (
     Answer,
+    Claimed,
     ClaimRequest,
     Counted,
+    Held,
     Identity,
+    Mismatched,
     Page,
     Record,
     Renewal,
     Reservation,
+    Reserved,
     ReserveRequest,
     ResultWrite,
     Selection,
+    Settled,
     SettledWith,
     SettleRequest,
     State,
@@ -28,19 +34,52 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.transactions import Transaction
+from celery_idempotent.stores.deciding import (
+    Asked,
+    Done,
+    Look,
+    asked_by,
+    asked_to_reserve,
+    asked_to_settle,
+    decide,
+)
+from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
     from celery import Celery
     from redis import ConnectionPool
 
-__all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "ServerFacts", "Store", "Transaction"]
+__all__ = ["COUNTED_HOURS", "ServerFacts", "Store", "Transaction"]
 
-#: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
-ATTEMPT_BYTES = 8
+T = TypeVar("T")
 
 #: For how many hours a store has its counters.
 COUNTED_HOURS = 30 * 24
+HOUR_MS = 3_600_000
+#: A deadline doubles no more often than that: from a minute to 17 hours.
+_DOUBLINGS = 10
+
+#: The record of a key that was claimed or reserved, or why it cannot be had.
+Taken: TypeAlias = Record | Held | Settled | Mismatched
+
+
+def write_cursor(kind: str, *place: int) -> str:
+    """Return where a list goes on, as text: the kind of list, and numbers that mean something to that kind alone."""
+    return ":".join([kind, *map(str, place)])
+
+
+def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
+    """Return the numbers of a cursor, as many zeros for the start of the list.
+
+    Raises:
+        ValueError: for a cursor of another kind of list, as after a change of the filter in the middle of a list.
+    """
+    if not cursor:
+        return (0,) * count
+    word, *numbers = cursor.split(":")
+    if word != kind or len(numbers) != count or not all(map(str.isdecimal, numbers)):
+        raise ValueError("this cursor belongs to another list")
+    return tuple(map(int, numbers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +100,43 @@ class ServerFacts:
         return tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
 
 
+class Transaction(Protocol):
+    """A transaction of the store's database that a run is part of."""
+
+    def settle(self, request: SettleRequest) -> bool:
+        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
+        ...
+
+    def passes(self, error: Exception, *, at_end: bool) -> bool:
+        """Is this an error that the same body may not meet again?
+
+        The loss of the session or, from :meth:`settle` or the commit (``at_end``), a serialization failure or deadlock.
+        """
+        ...
+
+    def has(self, connection: object) -> bool:
+        """Is this the connection of another thread, to the same database?"""
+        ...
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Refuse writes to the transaction's database: what happens in here outlives a rollback.
+
+        :exc:`~celery_idempotent.errors.IdempotencyError` for a statement that writes.
+        """
+        ...
+
+
 class Store(ABC):
-    """Holds the records: a store of your own is a subclass with every abstract method, the verbs.
+    """Holds the records. A store of your own looks, swaps, and finds what is due; :mod:`.table` decides.
+
+    Time is the store's own clock, never the caller's, in milliseconds. Every verb may be repeated when its answer was
+    lost, and then answers as it did the first time. Every write after the claim carries the record's token and does
+    nothing for any other. Expected outcomes are return values; every verb may raise
+    :exc:`~celery_idempotent.errors.StoreUnavailable` (trying again may help) or
+    :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). A store that can do a verb in one statement
+    overrides it. ``tests/contract`` holds a store to all of this.
 
     What a store may do beyond the verbs has a default here, that of a store which cannot; a flag says what it can.
-
-    Time is the store's own clock, never the caller's. Every verb may be repeated when its answer was lost, and then
-    answers as it did the first time. Every write after the claim carries the record's token and does nothing for any
-    other. Expected outcomes are return values; every verb may raise :exc:`~celery_idempotent.errors.StoreUnavailable`
-    (trying again may help) or :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). All times are
-    milliseconds. ``tests/contract`` holds a store to all of this.
     """
 
     #: Can a run be part of its transactions? Then it has `transaction`, `committed` and `abandon`.
@@ -80,7 +146,21 @@ class Store(ABC):
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
 
+    # -- what a store says --
+
     @abstractmethod
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+        """Look at a key and do a verb with that; both again if somebody else wrote in between."""
+
+    def _due(self, limit: int) -> Sequence[Identity]:
+        """Return keys past their deadline that a sweep may act on, found through an index."""
+        raise NotImplementedError
+
+    def _check(self, asked: Asked) -> None:  # noqa: B027  most stores store anything
+        """Refuse, or replace, what this store cannot store of a claim or a reservation."""
+
+    # -- the verbs --
+
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if no live claim holds it.
 
@@ -88,27 +168,9 @@ class Store(ABC):
         A fingerprint that either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a
         crash.
         """
+        answer = self._take_key("claim", request.identity, asked_by(request))
+        return Claimed(answer) if isinstance(answer, Record) else answer
 
-    @abstractmethod
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew; ``False`` for each that is no longer held with that token.
-
-        The token decides, not the state: a claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again. One that
-        a sweep made FAILED stays so, and ``True`` says that its run may settle it anew.
-        """
-
-    @abstractmethod
-    def settle(self, request: SettleRequest) -> bool:
-        """Write the end state; ``False`` if the key has another token by now.
-
-        Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
-        was settled before: then the first end state stays, unless it is a FAILED that a sweep
-        wrote. Without ``restore`` the answer is also
-        ``False`` for a record that is gone, or is no longer in the state of the one in the request; one that was
-        FAILED there ends anew, as an operator says, and is kept anew.
-        """
-
-    @abstractmethod
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published.
 
@@ -121,20 +183,28 @@ class Store(ABC):
         Who reserves again under the record's task id may bring another message; otherwise the record keeps the one that
         it has, if any.
         """
+        answer = self._take_key("reserve", request.identity, asked_to_reserve(request))
+        return Reserved(answer) if isinstance(answer, Record) else answer
 
-    @abstractmethod
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of the step ``name`` to the claim with this token, swept or not; ``False`` if there is none.
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
+        """Let each lease start anew; ``False`` for each that is no longer held with that token.
 
-        A step that is there already keeps its first result. Steps stay with the record until it is settled: one of a
-        record that a sweep made FAILED is not kept.
+        The token decides, not the state: a claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again. One that
+        a sweep made FAILED stays so, and ``True`` says that its run may settle it anew.
         """
+        return [self._renew(each) for each in leases]
 
-    @abstractmethod
-    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
-        """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
+    def settle(self, request: SettleRequest) -> bool:
+        """Write the end state; ``False`` if the key has another token by now.
 
-    @abstractmethod
+        Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
+        was settled before: then the first end state stays, unless it is a FAILED that a sweep wrote. Without
+        ``restore`` the answer is also ``False`` for a record that is gone, or is no longer in the state of the one in
+        the request; one that was FAILED there ends anew, as an operator says, and is kept anew.
+        """
+        identity = request.record.identity
+        return self._ask("settle", identity, asked_to_settle(request)).answer == "settled"
+
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
@@ -143,24 +213,33 @@ class Store(ABC):
         With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
         to QUEUED, with a deadline so many milliseconds from now, and lives that much longer: should the retry never
         come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
-        without another crash.
-
-        An operator gives a ``note``: a record that stays has it, and a new token.
+        without another crash. An operator gives a ``note``: a record that stays has it, and a new token.
         """
+        asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
+        return self._ask("release", identity, asked).answer != "lost"
 
-    @abstractmethod
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner of the PROCESSING record with this token.
 
         It becomes INTERRUPTED, claimable, with one crash more, for as long as it would have lived. Returns the record
         as it is now, ``None`` if no PROCESSING record has this token (any more, when the answer was lost).
         """
+        return self._ask("interrupt", identity, Asked(token=token)).record
 
-    @abstractmethod
-    def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is."""
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of the step ``name`` to the claim with this token, swept or not; ``False`` if there is none.
 
-    @abstractmethod
+        A step that is there already keeps its first result. Steps stay with the record until it is settled: one of a
+        record that a sweep made FAILED is not kept.
+        """
+        asked = Asked(token=token, step=(name, value))
+        return self._ask("checkpoint", identity, asked).answer != "lost"
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
+        asked = Asked(fields={"delivered": True}, token=token)
+        return self._ask("mark_delivered", identity, asked).answer == "marked"
+
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
@@ -170,8 +249,23 @@ class Store(ABC):
         there is no such record. With ``token`` it is the record with that one, even within the lease. It gets a
         new token, and the operator's ``note``.
         """
+        asked = Asked(fields={"note": note}, attempt=b"", token=token, delay_ms=deadline_ms)
+        return self._ask("requeue", identity, asked).record
 
-    @abstractmethod
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` only if it has that one, with ``state`` only if it is in that.
+
+        ``False`` if there was none (any more). Later claims still get a larger token.
+        """
+        return self._ask("forget", identity, Asked(token=token, state=state)).answer == "forgotten"
+
+    def get(self, identity: Identity) -> Record | None:
+        """Return the record as it is."""
+        look = self._at(identity, lambda look: look)
+        return None if look.stored is None else look.stored.record
+
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt up to about ``limit`` PROCESSING records whose lease ran out, found through an index of leases.
 
@@ -181,19 +275,61 @@ class Store(ABC):
         crash, a QUEUED one with a message whose deadline is past (its sender died). Each lives as much longer. A QUEUED
         one without a message is left to the next reservation.
         """
+        found = list(self._due(limit + 1))
+        due = found[:limit]
+        # Sweeps at once shall not all meet at the same record, one after another.
+        random.shuffle(due)
+        swept = [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
+        return report(swept, more=len(found) > limit)
 
-    @abstractmethod
-    def prune(self, *, limit: int) -> int:
-        """Delete up to about ``limit`` records (or index entries) past their retention; return how many."""
+    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
+        """Claim or reserve a key; return its record then, or why it cannot be had."""
+        self._check(asked)
+        return self._at(identity, lambda look: self._take(verb, look, asked))
 
-    @abstractmethod
-    def forget(
-        self, identity: Identity, *, token: int | None = None, state: State | None = None
-    ) -> bool:
-        """Delete the record; with ``token`` only if it has that one, with ``state`` only if it is in that.
+    def _take(self, verb: Verb, look: Look, asked: Asked) -> Taken:
+        done, now_ms = self._do(verb, look, asked), look.now_us // 1000
+        if done.record is not None:
+            return done.record
+        assert look.stored is not None
+        old = look.stored.record
+        match done.answer:
+            case "held":
+                return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
+            case "settled":
+                return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
+        return Mismatched(old)
 
-        ``False`` if there was none (any more). Later claims still get a larger token.
+    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
+        """Do what the table says about a key."""
+        return self._at(identity, lambda look: self._do(verb, look, asked))
+
+    def _do(self, verb: Verb, look: Look, asked: Asked) -> Done:
+        now_ms = look.now_us // 1000
+        rule = decide(verb, look.stored, asked, now_ms)
+        if rule.writes:
+            after = rule.after(look.stored, asked, now_ms, max(look.highest + 1, look.now_us))
+            look.write(after)
+            return Done(rule.answer, after.record)
+        if rule.deletes:
+            look.remove(forget=verb == "forget")
+        return Done(rule.answer)
+
+    def _renew(self, each: Renewal) -> bool:
+        asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
+        return self._ask("renew", each.identity, asked).answer == "renewed"
+
+    def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
+        """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done.
+
+        Each time that a message is requeued the next deadline is twice as far away: 1 min, 2 min, 4 min … 17 h.
         """
+        requeues = 0 if look.stored is None else look.stored.requeues
+        delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
+        asked = Asked(fields={"swept": True}, attempt=b"", delay_ms=delay_ms)
+        return self._do("sweep", look, asked).record
+
+    # -- many records: what a store says, too --
 
     @abstractmethod
     def stats(self) -> Stats:
@@ -215,6 +351,12 @@ class Store(ABC):
         Raises:
             ValueError: for a cursor that is none of this store's.
         """
+
+    @abstractmethod
+    def prune(self, *, limit: int) -> int:
+        """Delete up to ``limit`` records past their retention; return how many. Called until there are none."""
+
+    # -- beyond the verbs --
 
     def close(self) -> None:  # noqa: B027  not every store has something to close
         """Close connections; the store may be used again afterwards."""
@@ -309,3 +451,13 @@ class Store(ABC):
     def missing_rights(self) -> Sequence[str]:
         """Return the commands of the server that this user needs and may not run."""
         return ()
+
+
+def report(swept: Iterable[Record | None], *, more: bool) -> SweepReport:
+    """Return what a sweep did with each record, ``None`` for nothing."""
+    records = [record for record in swept if record is not None]
+    return SweepReport(
+        interrupted=tuple(r for r in records if r.state is State.INTERRUPTED),
+        requeued=tuple(r for r in records if r.state is State.QUEUED),
+        more=more,
+    )

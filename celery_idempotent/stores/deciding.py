@@ -1,19 +1,17 @@
-"""The verbs of a store that decides in Python, written once: look, decide, write if what was seen is still there.
+"""How a store decides: the table is compiled, and a verb looks, decides, writes if what was seen is still there.
 
-A store says how it looks (:class:`DecidingStore`), and a look how it is written over (:class:`Look`). Where somebody
+A store says how it looks (:meth:`.base.Store._at`), and a look how it is written over (:class:`Look`). Where somebody
 else writes between the look and the write, the store begins the verb again::
 
     worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
     worker B      look: none ─ decide: claimed ─ write: done
 
-The decision is in :mod:`.table`, which is compiled once, at import: a verb tries the conditions of the moves for the
+The decision is in :mod:`.table`, which is compiled once, at import: a verb tries the conditions of the rules for the
 state that it found, in order, and builds the next record in one step::
 
     look:    QUEUED, token 7, attempts 1        asked: a claim, lease 60 s
-    decide:  ("claim", QUEUED) -> Move          the only one: "claimed"
+    decide:  ("claim", QUEUED) -> CompiledRule  the only one: "claimed"
     after:   PROCESSING, token 8, attempts 2    created, crashes, steps and reservation as before
-
-A store that can do a verb in one statement overrides it, and is held to the same contract.
 """
 
 from __future__ import annotations
@@ -23,46 +21,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 from celery_idempotent.records import (
-    Answer,
-    Claimed,
+    ATTEMPT_BYTES,
     ClaimRequest,
-    Held,
-    Identity,
-    Mismatched,
     Record,
-    Renewal,
-    Reservation,
-    Reserved,
     ReserveRequest,
-    Settled,
     SettleRequest,
     State,
     Stored,
-    SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.table import TABLE, Rule, Verb
-
-__all__ = [
-    "Asked",
-    "DecidingStore",
-    "Done",
-    "Look",
-    "StoredRecord",
-    "Taken",
-    "asked_by",
-    "brought",
-    "decide",
-    "report",
-]
-
-T = TypeVar("T")
-
-#: A deadline doubles no more often than that: from a minute to 17 hours.
-_DOUBLINGS = 10
 
 #: Fields of a record by their names, each of a type of its own.
 Fields = dict[str, Any]
@@ -80,7 +50,7 @@ class StoredRecord(NamedTuple):
     requeues: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
 class Asked:
     """What a verb is asked for.
 
@@ -161,7 +131,7 @@ _CONDITIONS: dict[str, Holds] = {
 }
 
 
-class Move:
+class CompiledRule:
     """A rule, made ready: what it asks of the record before, and how it makes the next one."""
 
     def __init__(self, rule: Rule) -> None:
@@ -221,18 +191,18 @@ class Move:
         return StoredRecord(record, expires_ms, attempt, stored.requeues + self._requeues)
 
 
-_MOVES: dict[Verb, dict[State | None, tuple[Move, ...]]] = {}
+_COMPILED: dict[Verb, dict[State | None, tuple[CompiledRule, ...]]] = {}
 for _rule in TABLE:
     for _state in _rule.found:
-        _of_verb = _MOVES.setdefault(_rule.verb, {})
-        _of_verb[_state] = (*_of_verb.get(_state, ()), Move(_rule))
+        _of_verb = _COMPILED.setdefault(_rule.verb, {})
+        _of_verb[_state] = (*_of_verb.get(_state, ()), CompiledRule(_rule))
 
 
-def decide(verb: Verb, stored: StoredRecord | None, asked: Asked, now_ms: int) -> Move:
-    """Return the first move of the verb that holds."""
-    for move in _MOVES[verb][None if stored is None else stored.record.state]:
-        if move.holds is None or move.holds(stored, asked, now_ms):
-            return move
+def decide(verb: Verb, stored: StoredRecord | None, asked: Asked, now_ms: int) -> CompiledRule:
+    """Return the first rule of the verb that holds."""
+    for rule in _COMPILED[verb][None if stored is None else stored.record.state]:
+        if rule.holds is None or rule.holds(stored, asked, now_ms):
+            return rule
     raise AssertionError(f"the table has no rule for {verb} {stored}")
 
 
@@ -259,145 +229,23 @@ class Done(NamedTuple):
     record: Record | None = None
 
 
-#: The record of a key that was claimed or reserved, or why it cannot be had.
-Taken: TypeAlias = Record | Held | Settled | Mismatched
-
-
-class DecidingStore(Store):
-    """A store that decides in Python."""
-
-    @abstractmethod
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
-        """Look at a key and do a verb with that; both again if somebody else wrote in between."""
-
-    def _check(self, asked: Asked) -> None:
-        """Refuse, or replace, what this store cannot store of a claim or a reservation."""
-
-    def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it."""
-        asked = asked_by(request)
-        self._check(asked)
-        answer = self._take_key("claim", request.identity, asked)
-        return Claimed(answer) if isinstance(answer, Record) else answer
-
-    def reserve(self, request: ReserveRequest) -> Reservation:
-        """Take the key for a message that is about to be published."""
-        asked = Asked(
-            fields={**brought(request), "reserved": True},
-            # Tells who reserves also where the record has another's task id.
-            attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
-            delay_ms=request.deadline_ms,
-            keep_ms=request.keep_ms,
-        )
-        self._check(asked)
-        answer = self._take_key("reserve", request.identity, asked)
-        return Reserved(answer) if isinstance(answer, Record) else answer
-
-    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
-        """Claim or reserve a key; return its record then, or why it cannot be had."""
-        return self._at(identity, lambda look: self._take(verb, look, asked))
-
-    def _take(self, verb: Verb, look: Look, asked: Asked) -> Taken:
-        now_ms = look.now_us // 1000
-        move = decide(verb, look.stored, asked, now_ms)
-        old = None if look.stored is None else look.stored.record
-        if move.writes:
-            after = _after(move, look, asked)
-            look.write(after)
-            return after.record
-        assert old is not None
-        match move.answer:
-            case "held":
-                return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
-            case "settled":
-                return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
-        return Mismatched(old)
-
-    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
-        """Do what the table says about a key."""
-        return self._at(identity, lambda look: self._do(verb, look, asked))
-
-    def _do(self, verb: Verb, look: Look, asked: Asked) -> Done:
-        move = decide(verb, look.stored, asked, look.now_us // 1000)
-        if move.writes:
-            after = _after(move, look, asked)
-            look.write(after)
-            return Done(move.answer, after.record)
-        if move.deletes:
-            look.remove(forget=verb == "forget")
-        return Done(move.answer)
-
-    def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew."""
-        return [self._renew(each) for each in renewals]
-
-    def _renew(self, each: Renewal) -> bool:
-        asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
-        return self._ask("renew", each.identity, asked).answer == "renewed"
-
-    def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, unless the key has another token by now."""
-        identity = request.record.identity
-        return self._ask("settle", identity, asked_to_settle(request)).answer == "settled"
-
-    def release(
-        self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
-    ) -> bool:
-        """Give the key back."""
-        asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
-        return self._ask("release", identity, asked).answer != "lost"
-
-    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner."""
-        return self._ask("interrupt", identity, Asked(token=token)).record
-
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of a step."""
-        asked = Asked(token=token, step=(name, value))
-        return self._ask("checkpoint", identity, asked).answer != "lost"
-
-    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
-        """Note that the callbacks of the settled task were sent."""
-        asked = Asked(fields={"delivered": True}, token=token)
-        return self._ask("mark_delivered", identity, asked).answer == "marked"
-
-    def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
-    ) -> Record | None:
-        """Make an unfinished record that has a message QUEUED."""
-        asked = Asked(fields={"note": note}, attempt=b"", token=token, delay_ms=deadline_ms)
-        return self._ask("requeue", identity, asked).record
-
-    def forget(
-        self, identity: Identity, *, token: int | None = None, state: State | None = None
-    ) -> bool:
-        """Delete the record; with ``token`` and ``state`` only if it has these."""
-        asked = Asked(token=token, state=state)
-        return self._ask("forget", identity, asked).answer == "forgotten"
-
-    def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
-        """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done.
-
-        Each time that a message is requeued the next deadline is twice as far away: 1 min, 2 min, 4 min … 17 h.
-        """
-        requeues = 0 if look.stored is None else look.stored.requeues
-        delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
-        return self._do(
-            "sweep", look, Asked(fields={"swept": True}, attempt=b"", delay_ms=delay_ms)
-        ).record
-
-    def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is."""
-        look = self._at(identity, lambda look: look)
-        return None if look.stored is None else look.stored.record
-
-
 def asked_by(request: ClaimRequest) -> Asked:
     """Return what a claim asks for."""
     return Asked(
         fields=brought(request),
         attempt=request.attempt,
         delay_ms=request.lease_ms,
+        keep_ms=request.keep_ms,
+    )
+
+
+def asked_to_reserve(request: ReserveRequest) -> Asked:
+    """Return what a reservation asks for."""
+    return Asked(
+        fields={**brought(request), "reserved": True},
+        # Tells who reserves also where the record has another's task id.
+        attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
+        delay_ms=request.deadline_ms,
         keep_ms=request.keep_ms,
     )
 
@@ -435,17 +283,3 @@ def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
     """Return the fields that a request brings for the record."""
     names, read = _SHARED[type(request)]
     return dict(zip(names, read(request), strict=True))
-
-
-def report(swept: Sequence[Record], *, more: bool) -> SweepReport:
-    """Return what a sweep did."""
-    return SweepReport(
-        interrupted=tuple(r for r in swept if r.state is State.INTERRUPTED),
-        requeued=tuple(r for r in swept if r.state is State.QUEUED),
-        more=more,
-    )
-
-
-def _after(move: Move, look: Look, asked: Asked) -> StoredRecord:
-    token = max(look.highest + 1, look.now_us)
-    return move.after(look.stored, asked, look.now_us // 1000, token)

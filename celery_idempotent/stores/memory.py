@@ -13,12 +13,14 @@ from typing import TypeVar
 from celery_idempotent.records import (
     Counted,
     Identity,
+    Page,
     Record,
+    Selection,
+    State,
     Stats,
 )
-from celery_idempotent.stores.base import COUNTED_HOURS
+from celery_idempotent.stores.base import COUNTED_HOURS, Store
 from celery_idempotent.stores.deciding import Look, StoredRecord
-from celery_idempotent.stores.scanning import ScanningStore
 
 __all__ = ["MemoryStore"]
 
@@ -45,7 +47,7 @@ class MemoryLook(Look):
         del self._store.records[self.stored.record.identity]
 
 
-class MemoryStore(ScanningStore):
+class MemoryStore(Store):
     """The records of one process; a forked child goes on with a copy of its own.
 
     ``clock`` gives the time in microseconds since the epoch; see
@@ -79,6 +81,13 @@ class MemoryStore(ScanningStore):
         """Return the time by the store's clock."""
         return self._clock() // 1000
 
+    def _due(self, limit: int) -> Sequence[Identity]:
+        now_ms, records = self._alive()
+        past = [r for r in records if r.deadline_ms is not None and r.deadline_ms <= now_ms]
+        # Of a reservation without a message a sweep has nothing to send.
+        due = [r.identity for r in past if r.state is State.PROCESSING or r.message is not None]
+        return due[:limit]
+
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention."""
         with self._locked():
@@ -90,7 +99,41 @@ class MemoryStore(ScanningStore):
 
     def stats(self) -> Stats:
         """Count the records."""
-        return replace(super().stats(), swept_ms=self._swept_ms)
+        now_ms, records = self._alive()
+        deadlines = [r.deadline_ms for r in records if r.deadline_ms is not None]
+        stale = sum(deadline_ms <= now_ms for deadline_ms in deadlines)
+        states = [record.state for record in records]
+        return Stats(
+            live=len(deadlines) - stale,
+            stale=stale,
+            interrupted=states.count(State.INTERRUPTED),
+            failed=states.count(State.FAILED),
+            now_ms=now_ms,
+            swept_ms=self._swept_ms,
+        )
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records; the cursor is how many came before."""
+        if cursor and not cursor.isdecimal():
+            raise ValueError("this cursor belongs to another list")
+        now_ms, records = self._alive()
+        if selection.newest_first:
+            wanted = [record for record in records if record.state in selection.wanted]
+            records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
+        found: list[Record] = []
+        at = start = int(cursor or 0)
+        while at < len(records) and at - start < look_at and len(found) < limit:
+            if selection.includes(records[at], now_ms):
+                found.append(replace(records[at], value=None, message=None, steps=()))
+            at += 1
+        return Page(
+            records=tuple(found),
+            cursor=str(at) if at < len(records) else "",
+            looked_at=at - start,
+            now_ms=now_ms,
+        )
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         """Add to the counters of this hour."""
@@ -115,9 +158,6 @@ class MemoryStore(ScanningStore):
         """Note that a sweep ended just now."""
         with self._locked():
             self._swept_ms = self._clock() // 1000
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def _locked(self) -> threading.RLock:
         # Another thread may have held the parent's lock at the moment of the fork; in the child

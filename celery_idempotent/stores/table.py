@@ -11,8 +11,8 @@ it answers ``held`` and writes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import fields
+from typing import Literal, NamedTuple
 
 from celery_idempotent.records import Record, State
 
@@ -59,8 +59,7 @@ ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
 
     ``when`` names a condition on what is stored and asked for; :mod:`.deciding` has what each means.

@@ -13,18 +13,17 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, get_args
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.stores import get_store, swap_store
-from celery_idempotent.stores.forwarding import ForwardingStore
+from celery_idempotent.stores import Store, get_store, swap_store
+from celery_idempotent.stores.table import Verb
 from celery_idempotent.testing.delivery import Delivery, Message, run
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
     from celery_idempotent.celery.typed import AnyTask
-    from celery_idempotent.stores.base import Store
 
 #: Decides at each event whether to die there. It gets how many there were before, and the number of the line that is
 #: about to be executed, or `RETURN`.
@@ -74,11 +73,19 @@ class _Link:
         return call
 
 
-class _Forwarding(ForwardingStore):
-    """Forwards the verbs, without the further abilities of a store."""
+def _forwarded(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self.link, name)(*args, **kwargs)
 
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
+
+#: A store whose verbs the parent executes, without the further abilities of that one.
+_Forwarding: Any = type(
+    "_Forwarding",
+    (Store,),
+    {
+        name: _forwarded(name)
+        for name in (*get_args(Verb), "get", "list", "stats", "prune", "now_ms", "_at")
+    },
+)
 
 
 def body_of(task: AnyTask) -> CodeType:
@@ -125,7 +132,9 @@ def run_and_kill(
             link = _Link(there)
             if not store.supports_transactions:
                 # Else its records are in a database, which outlives this process too.
-                swap_store(task.app, _Forwarding(cast("Store", link)))
+                store = _Forwarding()
+                store.link = link
+                swap_store(task.app, store)
             try:
                 _deliver(task, message, link, _tracer(body, link, kill), kill, redelivered)
             except BaseException as error:  # noqa: BLE001  the parent reports it

@@ -14,6 +14,7 @@ from typing import TypeVar, get_args
 import pytest
 
 from celery_idempotent.records import (
+    ATTEMPT_BYTES,
     Answer,
     Claimed,
     ClaimRequest,
@@ -28,7 +29,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.deciding import Fields
 
 Advance = Callable[[float], None]

@@ -34,7 +34,6 @@ def test_all_that_a_script_touches_lies_in_one_slot(identity):
     bucket, name = keyspace.locate(identity)
     companions = {
         *keyspace.of_record(identity)[1:],
-        keyspace.generation(bucket),
         b"%d" % bucket,
     }
     assert {key_slot(each) for each in companions} == {key_slot(name)}

@@ -1,4 +1,4 @@
-"""A store of somebody else's that has the verbs, and nothing that a store may do beyond them."""
+"""A store of somebody else's that looks and swaps, and can do nothing beyond the verbs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Verbs(Store):
 
 
 OwnStore: Any = type(
-    "OwnStore", (_Verbs,), {verb: _forwarded(verb) for verb in Store.__abstractmethods__}
+    "OwnStore", (_Verbs,), {name: _forwarded(name) for name in (*Store.__abstractmethods__, "_due")}
 )
 
 
@@ -95,11 +95,11 @@ def test_records_of_a_test_are_in_memory_instead(app: Celery, store: Any) -> Non
 
 
 def test_one_without_a_verb_cannot_be_made() -> None:
-    class NoSweep(OwnStore):  # type: ignore[misc]
-        sweep = Store.sweep
+    class NoPrune(OwnStore):  # type: ignore[misc]
+        prune = Store.prune
 
-    with pytest.raises(TypeError, match=r"abstract.* '?sweep\b"):
-        NoSweep(MemoryStore())
+    with pytest.raises(TypeError, match=r"abstract.* '?prune\b"):
+        NoPrune(MemoryStore())
 
 
 def test_what_is_no_store_is_refused(app: Celery) -> None:

@@ -22,7 +22,6 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
 )
-from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.support.servers import EmbeddedRedis
@@ -132,8 +131,6 @@ class TestWhatIsOneDatabase:
     def test_not_by_other_stores(self, pool_of: Callable[..., redis.ConnectionPool]):
         pool = pool_of("redis://h")
         assert not MemoryStore().stores_results_of(pool)
-        # A cache before another store, or two identities as one: a settle there is more than one write.
-        assert not ForwardingStore(RedisStore("redis://h")).stores_results_of(pool)
 
     def test_a_password_is_not_shown(self):
         assert "secret" not in repr(RedisStore("redis://u:secret@h")._link.endpoint)

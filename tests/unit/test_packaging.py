@@ -187,7 +187,6 @@ LATER = (
     "celery_idempotent.cli",
     "celery_idempotent.django",
     "celery_idempotent.metrics",
-    "celery_idempotent.stores.deciding",
     "celery_idempotent.stores.memory",
     "celery_idempotent.stores.redis",
     "celery_idempotent.testing",

@@ -26,7 +26,7 @@ from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.listing import HOUR_MS
+from celery_idempotent.stores.base import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery

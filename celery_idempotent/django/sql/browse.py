@@ -25,8 +25,7 @@ from celery_idempotent.django.sql.rows import (
     stored_record,
 )
 from celery_idempotent.records import Counted, Identity, Page, Record, Selection, Stats
-from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
+from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, read_cursor, write_cursor
 from celery_idempotent.stores.values import LETTERS
 
 #: How many unfinished records of a state are counted.

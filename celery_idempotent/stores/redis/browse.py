@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from celery_idempotent.records import Counted, Page, Record, Selection, State, Stats
-from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
+from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, read_cursor, write_cursor
 from celery_idempotent.stores.redis.format import state_of, unpack
 from celery_idempotent.stores.redis.keyspace import BUCKETS, MARK, Keyspace
 from celery_idempotent.stores.redis.servers import (

@@ -31,8 +31,14 @@ from struct import Struct
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import FINGERPRINT_BYTES, Identity, Record, State, Stored
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.records import (
+    ATTEMPT_BYTES,
+    FINGERPRINT_BYTES,
+    Identity,
+    Record,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.deciding import StoredRecord
 
 HEAD = Struct(">cBQQHHQQB4s8s16s16s")

@@ -18,11 +18,10 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
 )
+from celery_idempotent.stores.base import Store, Taken
 from celery_idempotent.stores.deciding import (
     Asked,
-    DecidingStore,
     Look,
-    Taken,
     asked_to_settle,
     brought,
 )
@@ -66,7 +65,7 @@ _carried_by = attrgetter(*_CARRIED)
 _CLAIM, _END, _RENEW, _SWAP = (SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
 
 
-class RedisStore(Browsing, Upkeep, DecidingStore):
+class RedisStore(Browsing, Upkeep, Store):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, SweepReport
-from celery_idempotent.stores.deciding import DecidingStore, report
+from celery_idempotent.stores.base import Store, report
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.look import RedisLook
 from celery_idempotent.stores.redis.servers import (
@@ -29,7 +29,7 @@ _PER_TRIP = 250
 _Due: TypeAlias = tuple[bytes, list[bytes]]
 
 
-class Upkeep(Servers, DecidingStore):
+class Upkeep(Servers, Store):
     """The verbs of the periodic sweep."""
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:

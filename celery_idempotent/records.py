@@ -1,0 +1,425 @@
+"""What a store has about a key, what it is asked for and how it answers: values that nobody changes, no I/O, no clock.
+
+Most are not declared ``frozen=True``: Python would assign each field by a call of ``object.__setattr__``, which takes
+three times as long, and a task makes several of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Literal, get_args
+
+#: A fingerprint is the first 16 bytes of a SHA-256: enough that two calls never share one by accident,
+#: and half the memory of the whole digest in every record.
+FINGERPRINT_BYTES = 16
+#: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
+ATTEMPT_BYTES = 8
+
+#: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
+OnStale = Literal["interrupt", "fail", "requeue"]
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_LAST_MS = 253_402_300_799_999
+
+
+def _when(ms: int) -> datetime:
+    """Return a time of the store's clock; no damaged one is beyond the last that there is."""
+    return EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
+
+
+class State(enum.Enum):
+    """Where a key is in its life; a key without a record is unclaimed."""
+
+    # By identity, as members are compared: Enum's own is written in Python, and asked several times a run.
+    __hash__ = object.__hash__
+
+    QUEUED = "QUEUED"
+    PROCESSING = "PROCESSING"
+    INTERRUPTED = "INTERRUPTED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+
+    @property
+    def settled(self) -> bool:
+        """Is this an end state, answered without another run?"""
+        return self in _ENDS
+
+    @property
+    def is_failure(self) -> bool:
+        """Is this an end state that is answered with an exception?"""
+        return self.settled and self is not State.COMPLETED
+
+
+#: The states that a run settles its record in.
+EndState = Literal[State.COMPLETED, State.FAILED]
+_ENDS = get_args(EndState)
+
+
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+class Identity:
+    """What a record is about: one key, in one scope, in one namespace, all in canonical form (see :mod:`.keys`)."""
+
+    namespace: str
+    scope: str = ""
+    key: str
+
+    @property
+    def by_task_id(self) -> bool:
+        """Whether the key is only the task id, which no other call shares."""
+        return self.key.startswith("@")
+
+    def __str__(self) -> str:
+        scope = f" in scope {self.scope}" if self.scope else ""
+        return f"{self.namespace} key {self.key}{scope}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Stored:
+    """A serialized value or exception, as kombu's registry wrote it.
+
+    The ``body`` is not in the ``repr``, which ends up in logs and error reports.
+    """
+
+    content_type: str
+    content_encoding: str
+    body: bytes = field(repr=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What the store has about one key.
+
+    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
+    record (``None`` otherwise). ``worker`` is ``hostname:pid/id`` while a worker holds the key, and empty once it is
+    settled; the id tells machines that share a name apart. ``value`` is the result of a COMPLETED and the exception of
+    a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
+    another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
+    that the key was reserved before its message was published, ``uncommitted`` that this reservation is part of a
+    transaction which may still be rolled back; ``swept`` that a sweep ended the claim or settled
+    the record: its owner, if it still runs, may go on with its token. ``steps`` are the results of the steps that an
+    unfinished run recorded, in their order; ``message`` what to publish when it is requeued.
+    ``deadline_ms`` of a QUEUED record is when its message counts as lost.
+
+    ``note`` is who changed the record last as an operator, what they did, and why.
+    """
+
+    identity: Identity
+    state: State
+    token: int
+    created_ms: int
+    updated_ms: int
+    deadline_ms: int | None = None
+    crashes: int = 0
+    attempts: int = 1
+    fingerprint: bytes | None = None
+    task_id: str = ""
+    worker: str = ""
+    value: Stored | None = None
+    replaced: bool = False
+    delivered: bool = False
+    reserved: bool = False
+    uncommitted: bool = False
+    swept: bool = False
+    on_stale: OnStale = "interrupt"
+    message: bytes | None = field(default=None, repr=False)  # has arguments
+    steps: tuple[tuple[str, Stored], ...] = ()
+    note: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Who claimed the key last, for people: ``task_id@hostname:pid/id``.
+
+        Of a settled record the task id alone: the rest would cost Redis 32 to 64 bytes for each, of about 300, and
+        there may be a billion. The event ``settled`` has it all (``event.record.owner``).
+        """
+        return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
+
+    @property
+    def settled_by_operator(self) -> bool:
+        """Did an operator settle this record, not a run or a sweep?"""
+        return self.state.settled and self.note.startswith(("complete by ", "fail by "))
+
+    @property
+    def created_at(self) -> datetime:
+        """When the key was first claimed."""
+        return _when(self.created_ms)
+
+    @property
+    def updated_at(self) -> datetime:
+        """When the record last changed its state."""
+        return _when(self.updated_ms)
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When the lease runs out, for a PROCESSING record."""
+        if self.deadline_ms is None:
+            return None
+        return _when(self.deadline_ms)
+
+    def stale(self, now_ms: int) -> bool:
+        """Has the lease of this PROCESSING record run out at ``now_ms`` of the store's clock?"""
+        return (
+            self.state is State.PROCESSING
+            and self.deadline_ms is not None
+            and self.deadline_ms <= now_ms
+        )
+
+
+# -- verbs: questions and answers --
+
+
+@dataclass(slots=True, kw_only=True)
+class ClaimRequest:
+    """What a worker asks a store for: the key, for whom, and for how long.
+
+    ``attempt`` (8 random bytes, new for every claim) lets a claim whose answer was lost be repeated: while that claim
+    holds, the same attempt gets the same token again.
+
+    The lease lasts ``lease_ms``; the record lives ``keep_ms`` longer, so that there is something to sweep and a crash
+    to count. ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
+    """
+
+    identity: Identity
+    attempt: bytes
+    lease_ms: int
+    keep_ms: int
+    fingerprint: bytes | None = None
+    task_id: str = ""
+    worker: str = ""
+    on_stale: OnStale = "interrupt"
+    message: bytes | None = field(default=None, repr=False)  # has arguments
+
+
+@dataclass(slots=True, kw_only=True)
+class ReserveRequest:
+    """What a publisher asks a store for: the key, for a message that it is about to publish.
+
+    The message counts as lost ``deadline_ms`` from now; the record lives ``keep_ms`` longer. ``message``, to be
+    published under ``task_id``, is what a sweep sends then, should no worker have claimed the key.
+    With ``uncommitted`` a transaction may still be rolled back, and the message then never sent.
+    """
+
+    identity: Identity
+    task_id: str
+    deadline_ms: int
+    keep_ms: int
+    fingerprint: bytes | None = None
+    message: bytes | None = field(default=None, repr=False)  # has arguments
+    uncommitted: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class SettleRequest:
+    """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
+
+    Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
+    ``record`` stays as it is. Only with a ``record`` that was
+    FAILED, a FAILED one ends anew. ``swept``: a sweep says so, and the owner may still replace it.
+    ``note`` is the operator's who says so: the record keeps it, and gets a
+    new token, which refuses whoever still runs.
+    """
+
+    record: Record
+    state: EndState
+    value: Stored | None
+    keep_ms: int
+    replaced: bool = False
+    restore: bool = True
+    swept: bool = False
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ResultWrite:
+    """What a result backend in Redis writes for a finished task: to ``key``, and to the channel of the same name.
+
+    The key is kept for ``expires_s`` seconds; 0: for ever.
+    """
+
+    key: bytes
+    payload: bytes = field(repr=False)
+    expires_s: int
+
+
+class SettledWith(enum.Enum):
+    """What became of a settle that brought the task's result along."""
+
+    LOST = "the key has another token: neither the end state nor the result is written"
+    NOTHING = "the end state is written; the result is left to its backend"
+    RESULT = "the end state is written, and the result is stored and published"
+
+
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+class Renewal:
+    """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
+
+    identity: Identity
+    token: int
+    lease_ms: int
+    keep_ms: int
+
+
+@dataclass(slots=True)
+class Claimed:
+    """The caller has the key now: run."""
+
+    record: Record
+
+
+@dataclass(slots=True)
+class Held:
+    """Another live claim holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
+
+    record: Record
+    left_ms: int
+
+
+@dataclass(slots=True)
+class Settled:
+    """The operation is done: replay. ``age_ms`` says for how long, by the store's clock."""
+
+    record: Record
+    age_ms: int
+
+
+@dataclass(slots=True)
+class Mismatched:
+    """The key belongs to a call with another fingerprint: refuse."""
+
+    record: Record
+
+
+@dataclass(slots=True)
+class Reserved:
+    """The key waits for the message that we are about to publish, under the record's task id."""
+
+    record: Record
+
+
+#: What a reservation can answer.
+Reservation = Reserved | Held | Settled | Mismatched
+
+#: What a claim can answer.
+Answer = Claimed | Held | Settled | Mismatched
+
+
+# -- of many records --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    """What one sweep did, with the records as they are now.
+
+    ``requeued`` are QUEUED, and their messages are to be published now, before their deadlines. ``more`` says that
+    its limit left more to do.
+    """
+
+    interrupted: tuple[Record, ...] = ()
+    requeued: tuple[Record, ...] = ()
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Records of which everything given is true; an empty set allows any value.
+
+    ``keys`` and ``scopes`` are canonical forms, several where the text that somebody typed has several meanings. A
+    scope of ``""`` is no scope. ``stale``: PROCESSING with a lease that ran out. ``since_ms`` and ``before_ms``: when
+    the record changed its state, by the store's clock.
+    """
+
+    states: frozenset[State] = frozenset()
+    namespace: str | None = None
+    scopes: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset()
+    stale: bool = False
+    since_ms: int | None = None
+    before_ms: int | None = None
+
+    @property
+    def wanted(self) -> frozenset[State]:
+        """The states that a record may be in."""
+        if self.stale:
+            return frozenset({State.PROCESSING})
+        return self.states or frozenset(State)
+
+    @property
+    def scans(self) -> bool:
+        """Does a store have to look at every key? Only COMPLETED records have no index."""
+        return State.COMPLETED in self.wanted
+
+    @property
+    def newest_first(self) -> bool:
+        """Are only INTERRUPTED or only FAILED records wanted? Of these every store lists the newest first."""
+        return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
+
+    def names(self, identity: Identity) -> bool:
+        """Does the identity alone allow the record?"""
+        return (
+            self.namespace in (None, identity.namespace)
+            and (not self.scopes or identity.scope in self.scopes)
+            and (not self.keys or identity.key in self.keys)
+        )
+
+    def includes(self, record: Record, now_ms: int) -> bool:
+        """Is this one of them, at ``now_ms`` of the store's clock?"""
+        return (
+            record.state in self.wanted
+            and self.names(record.identity)
+            and (not self.stale or record.stale(now_ms))
+            and (self.since_ms is None or record.updated_ms >= self.since_ms)
+            and (self.before_ms is None or record.updated_ms < self.before_ms)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A part of a list: records without their values, steps and messages, as of ``now_ms`` of the store's clock.
+
+    ``cursor`` asks for what follows and is empty at the end; ``looked_at`` is how many keys this page took.
+    """
+
+    records: tuple[Record, ...]
+    cursor: str = ""
+    looked_at: int
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
+
+    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``interrupted`` and
+    ``failed`` those in these states. ``at_least`` names those of which there may be more, because no store counts for
+    longer than is good. ``swept_ms`` is when the last sweep ended, ``None`` if none did or the store does not note it.
+    """
+
+    live: int
+    stale: int
+    failed: int
+    now_ms: int
+    interrupted: int = 0
+    swept_ms: int | None = None
+    at_least: frozenset[str] = frozenset()
+
+    def said(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
+        """Return a count for people, with a plus where there may be more."""
+        plus = "+" if name in self.at_least else ""
+        return f"{getattr(self, name):,}{plus}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """How often something happened to a task within one hour; ``hour`` counts from the epoch, by the store's clock."""
+
+    hour: int
+    task: str
+    outcome: str
+    count: int
+
+    @property
+    def at(self) -> datetime:
+        """When the hour began."""
+        return EPOCH + timedelta(hours=self.hour)
