@@ -1,20 +1,12 @@
-"""What an operator may do to a record, :data:`OPERATIONS`; never by accident to one that has a live owner.
+"""What an operator may do to a record: release, requeue, complete, fail, forget, from code, CLI and admin alike.
 
 What was decided about one record is never done to another: an operation names the token and the state that the operator
-saw, and does nothing where the key has moved on since.
+saw, and does nothing where the key has moved on since::
 
-::
+    operator   look: order-17 is FAILED, token 7 ─ ask ─────────────────────── forget, if FAILED with token 7: CHANGED
+    worker                                           claim: PROCESSING, token 8
 
-    operation   verb of the store                           reported as
-    release     release                                     released
-    requeue     requeue, then its message is published      requeued, or store_failed
-    complete    settle COMPLETED                            settled
-    fail        settle FAILED                               settled
-    forget      forget                                      forgotten
-
-Every verb gets the token of the record that the operator saw. If another run has claimed the key since, the store
-writes nothing, and the outcome is CHANGED. It is DONE if the key is as the operation itself would have left it: the
-store may have done it, and not have been heard (:meth:`Operator._as_done`).
+Each is reported once: a counter, a line of the log, an event with who and why, an entry in Django's admin log.
 """
 
 from __future__ import annotations
@@ -22,9 +14,9 @@ from __future__ import annotations
 import enum
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from celery_idempotent import signals
 from celery_idempotent.celery import sweep
@@ -42,56 +34,82 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-__all__ = [
-    "LONGEST_REASON",
-    "ON_MANY",
-    "OPERATIONS",
-    "AuditEntry",
-    "Operation",
-    "OperationRequest",
-    "Outcome",
-    "StartedOperation",
-    "audit_logs",
-    "is_live",
-    "offered",
-    "operate",
-    "operate_or_raise",
-]
+logger = logging.getLogger(__name__)
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
 
-#: So many characters of a note are stored.
-_LONGEST_NOTE = 600
+#: So many characters of a reason pages and commands take, and so many of a note are stored.
+LONGEST_REASON, _LONGEST_NOTE = 500, 600
 
-#: What the log says that an operator did.
-_DONE: Final[Mapping[Operation, str]] = {
-    "release": "released",
-    "requeue": "requeued",
-    "complete": "completed",
-    "fail": "failed",
-    "forget": "forgot",
+#: After so many records in a row for which the store did not answer no further one is tried: each takes a time-out.
+_SILENT = 2
+
+
+class Texts(NamedTuple):
+    """An operation in words: what it makes of a record, its effect, and why it may mean nothing for a record."""
+
+    done: str
+    effect: str
+    refusal: str
+
+
+#: All of them, in the order in which they are offered.
+OPERATIONS: Final[Mapping[Operation, Texts]] = {
+    "release": Texts(
+        "released",
+        "ends the claim: the next delivery or call runs.",
+        "only a QUEUED or a PROCESSING record can be released.",
+    ),
+    "requeue": Texts(
+        "requeued",
+        "publishes the message that the record keeps again, under the same task id.",
+        "only an INTERRUPTED or a PROCESSING record that keeps its message"
+        ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
+    ),
+    "complete": Texts(
+        "completed",
+        "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
+        "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
+    ),
+    "fail": Texts(
+        "failed",
+        "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
+        "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
+    ),
+    "forget": Texts(
+        "forgotten",
+        "deletes the record with all it knows: the next call runs.",
+        "there is no record.",
+    ),
 }
+
+#: Those that mean the same for many records: a value is that of one key.
+ON_MANY: Final[tuple[Operation, ...]] = ("release", "requeue", "fail", "forget")
 
 
 class Outcome(enum.Enum):
     """How an operation ended."""
 
-    #: It was done.
     DONE = "done"
-    #: Nothing was done: the key has another record by now, or none, or its state has changed.
     CHANGED = "changed"
-    #: Nothing was done: an owner within its lease holds the key.
     LIVE = "live"
-    #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
     UNSENT = "unsent"
+
+
+#: What is said of each outcome but DONE.
+OUTCOMES: Final[Mapping[Outcome, str]] = {
+    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
+    Outcome.CHANGED: "left alone: it has changed meanwhile",
+    Outcome.LIVE: "left alone: its owner is live",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRequest:
-    """What somebody wants done to a record: ``who``, and why.
+    """What somebody wants done to a record: ``who`` (this process, if no one is named), and why.
 
-    ``who``: this process, if no one is named. ``force``: also where an owner within its lease holds the key. ``value``:
-    what to complete with, as the task would write it.
+    ``force``: also where an owner within its lease holds the key. ``value``: what to complete with, as the task would
+    write it.
     """
 
     operation: Operation
@@ -101,42 +119,57 @@ class OperationRequest:
     force: bool = False
     value: Stored | None = None
 
+    @property
+    def note(self) -> str:
+        """What the record keeps of it."""
+        why = f": {self.reason}" if self.reason else ""
+        who = self.who or worker_name(os.getpid())
+        return printable(f"{self.operation} by {who}{why}")[:_LONGEST_NOTE]
 
-#: All of them, in the order in which they are offered.
-OPERATIONS: tuple[Operation, ...] = ("release", "requeue", "complete", "fail", "forget")
+    @property
+    def details(self) -> Details:
+        """What a report says of it."""
+        past = "forgot" if self.operation == "forget" else OPERATIONS[self.operation].done
+        line = Line(logging.WARNING, f"%(who)s {past} %(identity)s%(why)s")
+        return {"who": self.who, "reason": self.reason, "line": line}
 
-#: Those that mean the same for many records: a value is that of one key.
-ON_MANY: tuple[Operation, ...] = tuple(each for each in OPERATIONS if each != "complete")
 
-#: So many characters of a reason pages and commands take.
-LONGEST_REASON = 500
+#: Called with each operation of a named person that was done, or may have been: Django's admin log has a place here.
+audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
+
+
+class SeenRecord(Protocol):
+    """A record as somebody saw it, who decided what is to be done to it."""
+
+    @property
+    def identity(self) -> Identity:
+        """Which record it is."""
+
+    @property
+    def token(self) -> int:
+        """The token that it had."""
+
+    @property
+    def state(self) -> State:
+        """The state that it was in."""
+
+
+SeenT = TypeVar("SeenT", bound=SeenRecord)
 
 
 @dataclass(frozen=True, slots=True)
-class StartedOperation:
-    """An operation on a record that is about to be done; ``forced``: an owner within its lease holds the key."""
+class Ended(Generic[SeenT]):
+    """An operation on one record: its outcome, or the trouble because of which that is not known."""
 
-    identity: Identity
-    request: OperationRequest
-    forced: bool
-
-
-class AuditEntry(Protocol):
-    """An entry of an audit log about one operation: written before it is done, completed after."""
-
-    def done(self, trouble: str = "") -> None:
-        """Write that it was done."""
-
-    def failed(self, trouble: str) -> None:
-        """Write that it was tried."""
-
-    def withdraw(self) -> None:
-        """Delete the entry: nothing was done."""
+    record: SeenT
+    outcome: Outcome | None
+    trouble: str = ""
 
 
-#: Where operations of named people are written down, beside the event and the log: Django's admin log, where our app is
-#: installed. ``None``: this log has no place for that person.
-audit_logs: list[Callable[[StartedOperation], AuditEntry | None]] = []
+# -- what may be done --------------------------------------------------------------------------------------------------
+
+#: What an operation would do to a record: apply to it; nothing, its owner is live; nothing, it means nothing for it.
+Verdict = Literal["apply", "held", "skip"]
 
 
 def is_live(record: Record, now_ms: int) -> bool:
@@ -147,7 +180,7 @@ def is_live(record: Record, now_ms: int) -> bool:
 def offered(record: Record, *, known: bool = True) -> tuple[Operation, ...]:
     """Return the operations that mean something for a record, as :meth:`Store.get` returns it.
 
-    ``known``: does a task of this app have its namespace? Nobody else could write a value.
+    ``known``: does a task of this app have its namespace? Only that can write a value.
     """
     possible: dict[Operation, bool] = {
         "release": record.state in {State.QUEUED, State.PROCESSING},
@@ -161,21 +194,35 @@ def offered(record: Record, *, known: bool = True) -> tuple[Operation, ...]:
     return tuple(each for each in OPERATIONS if possible[each])
 
 
+def verdict(operation: Operation, record: Record, now_ms: int, *, known: bool = True) -> Verdict:
+    """Say what an operation would do to a record; see :func:`offered`."""
+    if operation not in offered(record, known=known):
+        return "skip"
+    return "held" if is_live(record, now_ms) else "apply"
+
+
+def may_repeat(operation: Operation, state: State) -> bool:
+    """May something that took effect before be done a second time because of this operation?"""
+    return operation in {"release", "requeue", "forget"} and state is not State.QUEUED
+
+
+# -- to do it ----------------------------------------------------------------------------------------------------------
+
+
 def operate(
     app: AnyCelery, identity: Identity, request: OperationRequest, *, token: int, state: State
 ) -> Outcome:
     """Do what is asked for to the record that has this token and this state.
 
-    A record whose owner is live is left alone, unless this is
-    forced: then its owner loses the key, and may still be at work. The next claim gets a larger token. The log and the
-    event tell who did it and why; so do the :data:`audit_logs`, which have it before it is done, so that nothing a
-    person does is without a trace.
+    A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be at
+    work. The next claim gets a larger token.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.
         ValueError: for a value with an operation that takes none, or no value to complete with.
     """
-    _check(request)
+    if (request.operation == "complete") is (request.value is None):
+        raise ValueError("complete takes a value, and nothing else does")
     store = get_store(app)
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):
@@ -185,41 +232,17 @@ def operate(
     live = is_live(record, store.now_ms())
     if live and not request.force:
         return Outcome.LIVE
-    started = StartedOperation(identity, request, forced=live)
-    entries = [entry for open_entry in audit_logs if request.who and (entry := open_entry(started))]
     try:
-        outcome = Operator(app, store, request).execute(record)
-    except IdempotencyError:
-        for entry in entries:
-            entry.failed(_state_afterwards(store, record))
+        outcome = _execute(app, store, request, record)
+    except Exception:
+        _audit(identity, request, f"{request.operation.capitalize()}: it may have been done", live)
         raise
-    for entry in entries:
-        match outcome:
-            case Outcome.DONE:
-                entry.done()
-            case Outcome.UNSENT:
-                entry.done("its message could not be published yet")
-            case Outcome.CHANGED | Outcome.LIVE:
-                entry.withdraw()
     if outcome is not Outcome.CHANGED:
         heartbeat.start()  # which writes the counters
+        done = OPERATIONS[request.operation].done.capitalize()
+        not_sent = " (its message is not published yet)" if outcome is Outcome.UNSENT else ""
+        _audit(identity, request, done + not_sent, live)
     return outcome
-
-
-def _check(request: OperationRequest) -> None:
-    if (request.operation == "complete") is (request.value is None):
-        raise ValueError("complete takes a value, and nothing else does")
-
-
-def _state_afterwards(store: Store, before: Record) -> str:
-    """Say what is known of an operation that the store did not confirm."""
-    try:
-        record = store.get(before.identity)
-    except IdempotencyError:
-        return "the store did not answer: it may have been done"
-    if record is not None and (record.token, record.state) == (before.token, before.state):
-        return "right after that the record was still there, unchanged"
-    return "right after that the record was gone, or another"
 
 
 def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest) -> bool:
@@ -232,7 +255,6 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
     """
     if request.force and not request.reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
-    _check(request)
     store, operation = get_store(app), request.operation
     while (record := store.get(identity)) is not None and operation in offered(record):
         outcome = operate(app, identity, request, token=record.token, state=record.state)
@@ -251,99 +273,93 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """Executes a request on the records of an app."""
+def operate_on_each(
+    app: Celery, request: OperationRequest, records: Iterable[SeenT]
+) -> Iterator[Ended[SeenT]]:
+    """Operate on one record after the other; each is yielded as soon as it is done.
 
-    app: Celery
-    store: Store
-    request: OperationRequest
+    A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
+    """
+    silent, operation = 0, request.operation
+    for record in records:
+        try:
+            outcome = operate(app, record.identity, request, token=record.token, state=record.state)
+        except IdempotencyError as error:  # noqa: PERF203  each by itself
+            logger.warning("idempotency: %s of %s failed: %s", operation, record.identity, error)
+            yield Ended(record, None, str(error))
+            silent += 1
+            if silent == _SILENT:
+                return
+        except Exception as error:  # a fault that concerns one record
+            logger.exception("idempotency: %s of %s failed", operation, record.identity)
+            yield Ended(record, None, f"{type(error).__name__}. The log says more.")
+        else:
+            silent = 0
+            yield Ended(record, outcome)
 
-    @property
-    def who(self) -> str:
-        """Who asked for it."""
-        return self.request.who or worker_name(os.getpid())
 
-    @property
-    def note(self) -> str:
-        """What the record keeps of it."""
-        why = f": {self.request.reason}" if self.request.reason else ""
-        return printable(f"{self.request.operation} by {self.who}{why}")[:_LONGEST_NOTE]
+def _audit(identity: Identity, request: OperationRequest, message: str, live: bool) -> None:
+    if request.who:
+        message += ", forced on a live owner" if live else ""
+        message += f". Reason: {request.reason}" if request.reason else ""
+        for write_entry in audit_logs:
+            write_entry(identity, request, message)
 
-    @property
-    def _about(self) -> Details:
-        text = f"%(who)s {_DONE[self.request.operation]} %(identity)s%(why)s"
-        line = Line(logging.WARNING, text)
-        return {"who": self.who, "reason": self.request.reason, "line": line}
 
-    def execute(self, record: Record) -> Outcome:
-        """Execute the request on a record as it was seen."""
-        identity, token, note = record.identity, record.token, self.note
-        outcome, state, error = signals.settled, None, None
-        match self.request.operation:
-            case "release":
-                outcome, state = signals.released, State.INTERRUPTED if record.steps else None
-                done = self.store.release(identity, token=token, note=note)
-                done = done or self._as_done(record, state) is not None
-            case "forget":
-                outcome = signals.forgotten
-                # The state, too: a run that completed a moment ago is not what was seen.
-                done = self.store.forget(identity, token=token, state=record.state)
-                done = done or self._as_done(record, None) is not None
-            case "complete":
-                state, done = State.COMPLETED, self._complete(record)
-            case "fail":
-                state = State.FAILED
-                error = FailedByOperator(f"{identity} was settled as failed by an operator.")
-                done = sweep.fail_record(self.app, self.store, record, error, note=note)
-            case "requeue":
-                return self._requeue(record)
-        if not done:
-            return Outcome.CHANGED
-        about: Details = {**self._about, "state": state, "error": error}
-        sweep.report_record(self.app, self.store, outcome, record, **about)
-        return Outcome.DONE
+def _execute(app: Celery, store: Store, request: OperationRequest, record: Record) -> Outcome:
+    identity, token, note = record.identity, record.token, request.note
+    outcome, state, error = signals.settled, None, None
+    match request.operation:
+        case "release":
+            outcome, state = signals.released, State.INTERRUPTED if record.steps else None
+            done = store.release(identity, token=token, note=note)
+            done = done or _find_done(store, record, state, note) is not None
+        case "forget":
+            outcome = signals.forgotten
+            # The state, too: a run that completed a moment ago is not what was seen.
+            done = store.forget(identity, token=token, state=record.state)
+            done = done or _find_done(store, record, None, note) is not None
+        case "complete":
+            state = State.COMPLETED
+            definition = definition_of(app, identity.namespace, load=True)
+            policy = Policy() if definition is None else definition.policy
+            end = SettleRequest(
+                record=record,
+                state=State.COMPLETED,
+                value=request.value,
+                keep_ms=policy.settled_keep_ms,
+                restore=False,
+                note=note,
+            )
+            done = sweep.end_record(store, end)
+        case "fail":
+            state = State.FAILED
+            error = FailedByOperator(f"{identity} was settled as failed by an operator.")
+            done = sweep.fail_record(app, store, record, error, note=note)
+        case "requeue":
+            # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
+            queued = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
+            # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
+            queued = queued or _find_done(store, record, State.QUEUED, note)
+            if queued is None:
+                return Outcome.CHANGED
+            sent = sweep.send_again(app, store, queued, **request.details)
+            return Outcome.DONE if sent else Outcome.UNSENT
+    if not done:
+        return Outcome.CHANGED
+    details: Details = {**request.details, "state": state, "error": error}
+    sweep.report_record(app, store, outcome, record, **details)
+    return Outcome.DONE
 
-    def _complete(self, record: Record) -> bool:
-        definition = definition_of(self.app, record.identity.namespace, load=True)
-        policy = Policy() if definition is None else definition.policy
-        end = SettleRequest(
-            record=record,
-            state=State.COMPLETED,
-            value=self.request.value,
-            keep_ms=policy.settled_keep_ms,
-            restore=False,
-            note=self.note,
-        )
-        return sweep.end_record(self.store, end)
 
-    def _requeue(self, record: Record) -> Outcome:
-        # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-        queued = self.store.requeue(
-            record.identity, deadline_ms=sweep.REQUEUE_MS, token=record.token, note=self.note
-        )
-        # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
-        queued = queued or self._as_done(record, State.QUEUED)
-        if queued is None:
-            return Outcome.CHANGED
-        sent = sweep.send_again(self.app, self.store, queued, **self._about)
-        return Outcome.DONE if sent else Outcome.UNSENT
+def _find_done(store: Store, seen: Record, state: State | None, note: str) -> Record | None:
+    """Return the record as the operation leaves it, although the store says that it did nothing.
 
-    def _as_done(self, seen: Record, then: State | None) -> Record | None:
-        """Return the record as an operation leaves it, although the store says that it did nothing.
-
-        A store that gets no answer asks again by itself, and then finds its own work::
-
-            store    forget ─ deleted, and the answer is lost ─ forget again: there is none
-                                                                └─ CHANGED: no event, no line, no entry
-
-        Another operator may have done the same in that instant. Then both report it, which is better than neither.
-        ``then`` is the state that the record is left in, ``None`` if it is deleted.
-        """
-        found = self.store.get(seen.identity)
-        if then is None:
-            # A record that was not deleted keeps its beginning, also when it is claimed again.
-            return seen if found is None or found.created_ms != seen.created_ms else None
-        if found is None or (found.state, found.note) != (then, self.note):
-            return None
-        return found
+    A store that gets no answer asks again by itself, and then finds its own work. ``state`` is what the record is left
+    in, ``None`` if it is deleted.
+    """
+    found = store.get(seen.identity)
+    if state is None:
+        # A record that was not deleted keeps its beginning, also when it is claimed again.
+        return seen if found is None or found.created_ms != seen.created_ms else None
+    return found if found is not None and (found.state, found.note) == (state, note) else None

@@ -1,50 +1,36 @@
 """The command line: ``celery -A proj idempotency …``, a plugin of Celery's own.
 
-Celery imports this whenever it starts, a worker included: what a command needs is imported when that command is called.
+Celery imports this whenever it starts, a worker included: the commands are imported when one is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
 
 import click
 
 __all__ = ["idempotency"]
 
-#: Each command with its module, in the order of the help.
-_COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "list": "listing",
-        "show": "showing",
-        "explain": "showing",
-        "stats": "listing",
-        "release": "operations",
-        "requeue": "operations",
-        "complete": "operations",
-        "fail": "operations",
-        "forget": "operations",
-        "sweep": "upkeep",
-        "prune": "upkeep",
-        "check": "upkeep",
-    }
-)
+_LOOK = ("list", "show", "explain", "stats")
+_OPERATE = ("release", "requeue", "complete", "fail", "forget")
+_KEEP_UP = ("sweep", "prune", "check")
 
 
 class _Group(click.Group):
-    """Imports a command when it is asked for."""
+    """Imports the commands when one is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Return the names of all commands."""
-        return list(_COMMANDS)
+        """Return the names of all commands, in the order of the help."""
+        return [*_LOOK, *_OPERATE, *_KEEP_UP]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command by its name."""
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        module = import_module(f"{__name__}.{_COMMANDS[cmd_name]}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        module = "operations" if cmd_name in _OPERATE else "looking"
+        command: click.Command = getattr(
+            import_module(f"{__name__}.{module}"), f"{cmd_name}_command"
+        )
         return command
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    find ─ sort: to be done, live, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
+    find ─ sort: to be done, held, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
 
 Each is done to the record as it was found, by its token and its state: a record that has changed during the question is
 left alone. Only ``complete`` has no ``--all``, since a value belongs to one key.
@@ -22,35 +22,38 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_idempotent.celery.operations import LONGEST_REASON, Operation, OperationRequest, Outcome
-from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.cli.listing import cells_of, object_of
-from celery_idempotent.cli.options import (
-    Given,
-    json_option,
-    key_options,
-    options,
-    selection_of,
-    selection_options,
-)
-from celery_idempotent.cli.output import Progress, note, write_json
-from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session, command, django_part
-from celery_idempotent.cli.showing import find_one
-from celery_idempotent.operations.acting import (
-    DONE,
-    EFFECTS,
+from celery_idempotent.celery.finding import pages
+from celery_idempotent.celery.operations import (
+    LONGEST_REASON,
+    OPERATIONS,
     OUTCOMES,
-    REFUSALS,
     Ended,
+    Operation,
+    OperationRequest,
+    Outcome,
     Verdict,
-    execute,
+    operate_on_each,
     verdict,
 )
-from celery_idempotent.operations.explaining import story_of
-from celery_idempotent.operations.finding import pages
-from celery_idempotent.operations.values import value_from_json
+from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.celery.story import tell_story, value_from_json
+from celery_idempotent.cli.looking import find_one
+from celery_idempotent.cli.session import (
+    FOUND,
+    UNREACHABLE,
+    Session,
+    cells_of,
+    command,
+    django_part,
+    json_option,
+    key_options,
+    note,
+    object_of,
+    options,
+    selection_options,
+    write_json,
+)
 from celery_idempotent.records import Record, Selection, State, Stored
-from celery_idempotent.serializers import LARGEST
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
@@ -87,6 +90,28 @@ class _Command:
     yes: bool
     as_json: bool
 
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        operation: Operation,
+        given: dict[str, Any],
+        value: Stored | None = None,
+    ) -> _Command:
+        """Return the command that :data:`_request_options` make; they are taken out of ``given``."""
+        who, reason, force = given.pop("who") or _user(), given.pop("reason"), given.pop("force")
+        if force and not reason:
+            raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+        if len(reason) > LONGEST_REASON:
+            raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
+        request = OperationRequest(operation, who=who, reason=reason, force=force, value=value)
+        yes, as_json = given.pop("yes"), given.pop("as_json")
+        return cls(session=session, request=request, yes=yes, as_json=as_json)
+
+    @property
+    def operation(self) -> Operation:
+        return self.request.operation
+
     def confirm(self, question: str) -> None:
         """Ask, unless the answer was given; without a yes nothing is done."""
         if self.yes:
@@ -99,21 +124,6 @@ class _Command:
         if not answer:
             note("Nothing was done. (--yes does not ask.)")
             raise click.exceptions.Exit(FOUND)
-
-
-def _command_of(
-    session: Session, operation: Operation, given: Given, value: Stored | None = None
-) -> _Command:
-    """Return the command that these options make; they are taken out of ``given``."""
-    who, reason, force = given.pop("who") or _user(), given.pop("reason"), given.pop("force")
-    if force and not reason:
-        raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
-    if len(reason) > LONGEST_REASON:
-        raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
-    request = OperationRequest(operation, who=who, reason=reason, force=force, value=value)
-    return _Command(
-        session=session, request=request, yes=given.pop("yes"), as_json=given.pop("as_json")
-    )
 
 
 def _user() -> str:
@@ -142,11 +152,11 @@ def _make_command(operation: Operation, text: str, *examples: str) -> click.Comm
     def run(
         session: Session, one: str | None, every: bool, limit: int, dry_run: bool, **given: Any
     ) -> None:
-        asked = _command_of(session, operation, given)
+        asked = _Command.of(session, operation, given)
         if every is (one is not None):
             raise click.UsageError("Give a KEY, or --all with what selects records.")
         if every:
-            _execute_on_all(asked, selection_of(session, given), limit=limit, dry_run=dry_run)
+            _execute_on_all(asked, session.selection(given), limit=limit, dry_run=dry_run)
             return
         given["dry-run"] = dry_run or None
         for name in ("key", "state", "since", "before", "dry-run"):
@@ -156,28 +166,28 @@ def _make_command(operation: Operation, text: str, *examples: str) -> click.Comm
         _execute_on_one(asked, record)
 
     run.__doc__ = f"{text}\n\n    {_HELP}"
-    return command(operation, examples=[f"{operation} {each}" for each in examples])(run)
+    return command(operation, *(f"{operation} {each}" for each in examples))(run)
 
 
 def _execute_on_one(asked: _Command, record: Record) -> None:
-    session, operation = asked.session, asked.request.operation
-    story = story_of(session.app, session.store, record)
+    session, operation = asked.session, asked.operation
+    story = tell_story(session.app, session.store, record)
     cost = next((each.cost for each in story.choices if each.operation == operation), None)
-    why_not = None if cost is not None else REFUSALS[operation]
+    why_not = None if cost is not None else OPERATIONS[operation].refusal
     if why_not is None and story.live and not asked.request.force:
         why_not = "its owner is live. Wait for its end, or give --force and a --reason."
     if why_not is not None:
         note(f"{story.headline}\nNothing was done: {why_not}")
         raise click.exceptions.Exit(FOUND)
     if not asked.yes:
-        note(f"{story.headline}\n{operation} {EFFECTS[operation]} {cost}")
+        note(f"{story.headline}\n{operation} {OPERATIONS[operation].effect} {cost}")
     asked.confirm(f"{operation.capitalize()} it?")
     _execute_each(asked, [record])
 
 
 def _execute_on_all(asked: _Command, wanted: Selection, *, limit: int, dry_run: bool) -> None:
     """Say what would be done to the selected records, ask, do it, and report each outcome."""
-    session, operation = asked.session, asked.request.operation
+    session, operation = asked.session, asked.operation
     records, more = _collect(session, operation, wanted, limit)
     staged = _staged(session, wanted) if operation == "forget" else None
     waiting = 0 if staged is None else staged.count()
@@ -201,39 +211,37 @@ def _collect(
 ) -> tuple[list[Record], bool]:
     """Return the selected records, each once, up to a limit, and whether there are more."""
     found: dict[object, Record] = {}
-    with Progress("keys looked at") as progress:
-        for page in pages(session.store, wanted):
-            progress.add(page.looked_at)
-            for each in page.records:
-                if len(found) == limit:
-                    return list(found.values()), True
-                # Lists leave out whether there is a message.
-                record = session.store.get(each.identity) if operation == "requeue" else each
-                if record is not None:
-                    found[record.identity] = record
+    for page in pages(session.store, wanted):
+        for each in page.records:
+            if len(found) == limit:
+                return list(found.values()), True
+            # Lists leave out whether there is a message.
+            record = session.store.get(each.identity) if operation == "requeue" else each
+            if record is not None:
+                found[record.identity] = record
     return list(found.values()), False
 
 
 def _preview(asked: _Command, records: Sequence[Record]) -> list[Record]:
     """Say what would be done to which of the records, and return these."""
-    session, operation = asked.session, asked.request.operation
-    now_ms = session.store.now_ms()
-    by_verdict: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
+    session, operation = asked.session, asked.operation
+    texts, now_ms = OPERATIONS[operation], session.store.now_ms()
+    by_verdict: dict[Verdict, list[Record]] = {"apply": [], "held": [], "skip": []}
     for record in records:
         by_verdict[verdict(operation, record, now_ms)].append(record)
-    chosen = by_verdict["do"] + (by_verdict["live"] if asked.request.force else [])
+    chosen = by_verdict["apply"] + (by_verdict["held"] if asked.request.force else [])
     found = "1 record" if len(records) == 1 else f"{len(records):,} records"
-    note(f"{found} found; {len(chosen):,} to be {DONE[operation]}.")
+    note(f"{found} found; {len(chosen):,} to be {texts.done}.")
     if chosen:
         states = Counter(each.state.value for each in chosen)
         counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        note(f"{operation} {EFFECTS[operation]} ({counted})")
+        note(f"{operation} {texts.effect} ({counted})")
         for each in chosen[:_SAMPLE]:
             note("  " + "  ".join(filter(None, cells_of(session, each, now_ms, whole=False)[:5])))
-    if (live := len(by_verdict["live"])) and not asked.request.force:
-        note(f"{live:,} left alone: its owner is live (--force, with a --reason).")
-    if left := len(by_verdict["left"]):
-        note(f"{left:,} left alone: {REFUSALS[operation]}")
+    if (held := len(by_verdict["held"])) and not asked.request.force:
+        note(f"{held:,} left alone: its owner is live (--force, with a --reason).")
+    if left := len(by_verdict["skip"]):
+        note(f"{left:,} left alone: {texts.refusal}")
     return chosen
 
 
@@ -242,17 +250,15 @@ def _execute_each(asked: _Command, records: Sequence[Record], *, left: int = 0) 
     counts: Counter[Outcome | None] = Counter()
     total = len(records)
     try:
-        with Progress(f"of {total:,} records") as progress:
-            for each in execute(asked.session.app, asked.request, records):
-                counts[each.outcome] += 1
-                progress.add()
-                _report(asked, each)
+        for each in operate_on_each(asked.session.app, asked.request, records):
+            counts[each.outcome] += 1
+            _report(asked, each)
     except KeyboardInterrupt:
         note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
         raise click.exceptions.Exit(FOUND) from None
     if total > 1 or left:
         parts = [
-            (counts[Outcome.DONE], DONE[asked.request.operation]),
+            (counts[Outcome.DONE], OPERATIONS[asked.operation].done),
             (counts[Outcome.UNSENT], "queued and not published yet"),
             (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
             (counts[None], "unknown: the store did not answer"),
@@ -267,15 +273,15 @@ def _execute_each(asked: _Command, records: Sequence[Record], *, left: int = 0) 
 
 def _report(asked: _Command, ended: Ended[Record]) -> None:
     """Write the outcome of one record."""
-    operation, outcome = asked.request.operation, ended.outcome
+    outcome = ended.outcome
     if asked.as_json:
         about = object_of(asked.session, ended.record, ended.record.updated_ms)
         word = "unknown" if outcome is None else outcome.value
-        write_json({**about, "operation": operation, "outcome": word})
+        write_json({**about, "operation": asked.operation, "outcome": word})
         return
     text = f"it may have been done, or not: {ended.trouble}"
     if outcome is not None:
-        text = OUTCOMES.get(outcome, DONE[operation])
+        text = OUTCOMES.get(outcome, OPERATIONS[asked.operation].done)
     click.echo(f"{ended.record.identity}: {text}")
 
 
@@ -291,53 +297,33 @@ def _staged(session: Session, wanted: Selection) -> QuerySet[OutboxMessage] | No
     return found
 
 
+@command(
+    "complete",
+    """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
+)
 @click.argument("one", metavar="KEY")
 @key_options
-@click.option("--value", metavar="JSON", help="What its run would have returned, as JSON.")
 @click.option(
-    "--value-file",
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
-    metavar="FILE",
-    help="The same from a file, or from standard input (`-`, with --yes).",
+    "--value", required=True, metavar="JSON", help="What its run would have returned, as JSON."
 )
 @_request_options
-def _complete(
-    session: Session, one: str, value: str | None, value_file: str | None, **given: Any
-) -> None:
+def complete_command(session: Session, one: str, value: str, **given: Any) -> None:
     """Settle KEY with its true result: callers get it, and nothing runs.
 
     Use this if the task took effect and its result was not recorded. Check the outside system first,
     then give what the run would have returned. It asks before it writes, and does nothing to a record that has changed
     since, or whose owner is live (unless forced), or that is COMPLETED. Exit code 1 if it was left alone.
     """
-    if (value is None) is (value_file is None):
-        raise click.UsageError("Give the value: --value JSON, or --value-file FILE.")
-    if value_file == "-" and not given["yes"]:
-        raise click.UsageError("A value from standard input takes --yes: nobody could answer.")
     record = find_one(session, one, task=given.pop("task"), scope=given.pop("scope"))
     stored = None
     if definition_of(session.app, record.identity.namespace) is not None:
         try:
-            text = _read(value_file) if value is None else value
-            stored = value_from_json(session.app, record.identity, text)
+            stored = value_from_json(session.app, record.identity, value)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-    _execute_on_one(_command_of(session, "complete", given, stored), record)
+    _execute_on_one(_Command.of(session, "complete", given, stored), record)
 
 
-def _read(path: str | None) -> bytes:
-    """Return the content of a file, or the beginning of one that is too long for a value."""
-    with click.open_file(path or "-", "rb") as file:
-        content: bytes = file.read(LARGEST + 1)
-    return content
-
-
-complete_command = command(
-    "complete",
-    examples=[
-        """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'"""
-    ],
-)(_complete)
 release_command = _make_command(
     "release",
     "End the claim of KEY, or of all that are selected: the next delivery or call runs.",

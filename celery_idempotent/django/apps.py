@@ -26,6 +26,6 @@ class IdempotencyConfig(AppConfig):
         if apps.is_installed("django_tenants"):
             refuse_tenant_tables()
         if apps.is_installed("django.contrib.admin"):
-            from celery_idempotent.django.admin.audit import open_entry
+            from celery_idempotent.django.admin.audit import write_entry
 
-            audit_logs.append(open_entry)
+            audit_logs.append(write_entry)

@@ -9,10 +9,10 @@ from django.http import HttpRequest, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
+from celery_idempotent.celery.story import check_health
 from celery_idempotent.django import outbox
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.operations.health import health as ask
 from celery_idempotent.stores import get_store
 
 __all__ = ["health"]
@@ -27,7 +27,7 @@ def health(request: HttpRequest) -> JsonResponse:  # noqa: ARG001  any request g
     """Answer 200 if all is well, 503 if not: with ``celery idempotency check --health --json``'s fields."""
     try:
         store = get_store(app := celery_app())
-        found = ask(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
+        found = check_health(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
     except (StoreUnavailable, StoreMisconfigured):
         return JsonResponse(_NO_STORE, status=503)
-    return JsonResponse(found.as_json(), status=200 if found.well else 503)
+    return JsonResponse(found, status=200 if found["well"] else 503)

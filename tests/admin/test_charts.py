@@ -90,10 +90,10 @@ def test_outcomes_are_shown_by_task(store: Any, serve: Serve, operator: Client) 
 
 def test_the_page_says_whether_sweeps_run(store: Store, serve: Serve, operator: Client) -> None:
     app = serve(store)
-    assert "No sweep has ended yet. Is beat running" in text(operator.get(CHARTS))
+    assert "none has ended yet: does beat run" in text(operator.get(CHARTS))
     sweep.sweep(app)
     page = text(operator.get(CHARTS))
-    assert re.search(r"The last sweep ended \d s ago; one is due every 30 s\.", page)
+    assert re.search(r"Sweeps are due every 30 s, and the last ended \d s ago\.", page)
 
 
 def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
@@ -106,8 +106,8 @@ def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
         found = replace(now, now_ms=now.swept_ms + ago_ms)
         monkeypatch.setattr(memory, "stats", lambda found=found: found)
         page = text(operator.get(CHARTS))
-        assert f"The last sweep ended {ago_ms // 1000} s ago; one is due every 10 s" in page
-        assert ("Is beat running" not in page) is well
+        assert f"due every 10 s, and the last ended {ago_ms // 1000} s ago" in page
+        assert ("does beat run" not in page) is well
 
 
 def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project: None) -> None:

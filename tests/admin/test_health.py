@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.test import RequestFactory
 
-from celery_idempotent.operations.health import OUTBOX_MS
+from celery_idempotent.celery.story import OUTBOX_MS
 from celery_idempotent.stores import Store, open_store
 
 Ask = Callable[..., Any]

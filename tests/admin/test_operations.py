@@ -138,7 +138,7 @@ def test_a_message_that_cannot_be_published_stays_queued_and_the_operator_is_tol
     memory.interrupt(record.identity, token=record.token)
     answer = confirm(operator, "a", "requeue")
     assert "not published yet" in text(operator.get(answer["Location"]))
-    assert "not be published" in entries()[0][2]
+    assert "not published yet" in entries()[0][2]
 
 
 @pytest.mark.parametrize("operation", ["release", "fail", "forget", "requeue"])
@@ -226,10 +226,4 @@ def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened
     monkeypatch.setattr(memory, "forget", fail)
     answer = confirm(operator, "a", "forget")
     assert "Not known whether it was done" in text(operator.get(answer["Location"]))
-    assert entries()[0][2] == (
-        "Forget failed (right after that the record was still there, unchanged). Reason: a test"
-    )
-    looks = iter([memory.get(identity("a"))] * 3)
-    monkeypatch.setattr(memory, "get", lambda _: next(looks, None) or fail())
-    confirm(operator, "a", "forget", reason="again")
-    assert "the store did not answer: it may have been done). Reason: again" in entries()[1][2]
+    assert entries()[0][2] == "Forget: it may have been done. Reason: a test"

@@ -13,8 +13,9 @@ from django.core import checks
 from django.test import Client, override_settings
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.operations import finding, story_of
-from celery_idempotent.operations.finding import scope_in_words, scope_of_user
+from celery_idempotent.celery import finding
+from celery_idempotent.celery.finding import scope_in_words, scope_of_user
+from celery_idempotent.celery.story import tell_story
 from celery_idempotent.records import ReserveRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, keys, text
@@ -356,7 +357,7 @@ DECLINED = value('{"exc_type": "Declined", "exc_message": [], "exc_module": "sho
 def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
     app = serve(memory)
     settle(memory, claim(memory, "order-1"), State.FAILED, DECLINED)
-    story = story_of(app, memory, memory.get(identity("order-1")))
+    story = tell_story(app, memory, memory.get(identity("order-1")))
     page = text(operator.get(address("order-1")))
     for sentence in (story.headline, *story.past, *story.future, story.choices[0].cost):
         assert sentence.split(" (")[0] in page

@@ -41,7 +41,6 @@ def histories(
         tmp_path_factory,
         "redis",
         worker_enable_remote_control=False,
-        result_extended=True,
         idempotency_lease=5,
     ) as site:
         site.worker(concurrency=3)
@@ -66,8 +65,6 @@ def histories(
             "t-deadly",
             ["deadly of killing", "TooManyCrashes", "Claims so far: 5; lost workers: 4"],
         ),
-        # By the arguments that the result backend has.
-        ("t-done", ["done of keyed is COMPLETED", "task t-done"]),
     ],
 )
 def test_explain_tells_what_happened_by_key_or_by_task_id(histories, asked, told):

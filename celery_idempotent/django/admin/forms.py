@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING
 
 from django import forms
 
-from celery_idempotent.celery.operations import LONGEST_REASON, Operation
-from celery_idempotent.django.applications import celery_app
-from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.operations.acting import SeenRecord, may_repeat
-from celery_idempotent.operations.finding import (
+from celery_idempotent.celery.finding import (
+    STATES,
     namespace_of,
     scope_in_words,
     scope_of_user,
     spellings,
 )
+from celery_idempotent.celery.operations import (
+    LONGEST_REASON,
+    Operation,
+    SeenRecord,
+    may_repeat,
+)
+from celery_idempotent.django.applications import celery_app
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Selection, State, Stored
 
 if TYPE_CHECKING:
@@ -33,11 +38,7 @@ _AGES = {
     "30d": ("30 days", timedelta(days=30)),
 }
 
-_STATE_FILTERS = {
-    "live": ("Live: queued or at work", frozenset({State.QUEUED, State.PROCESSING})),
-    "stale": ("Stale: the lease ran out", frozenset({State.PROCESSING})),
-    **{state.value: (state.value, frozenset({state})) for state in State},
-}
+_STATE_LABELS = {"live": "Live: queued or at work", "stale": "Stale: the lease ran out"}
 
 
 class FilterForm(forms.Form):
@@ -45,7 +46,7 @@ class FilterForm(forms.Form):
 
     state = forms.ChoiceField(
         required=False,
-        choices=[("", "Any state"), *((word, about[0]) for word, about in _STATE_FILTERS.items())],
+        choices=[("", "Any state"), *((word, _STATE_LABELS.get(word, word)) for word in STATES)],
     )
     task = forms.CharField(
         required=False,
@@ -96,9 +97,8 @@ class FilterForm(forms.Form):
         """Return what was chosen, ``now_ms`` by the store's clock."""
         chosen = self.cleaned_data
         age = _AGES.get(chosen["age"])
-        states = _STATE_FILTERS.get(chosen["state"])
         return Selection(
-            states=frozenset() if states is None else states[1],
+            states=STATES.get(chosen["state"], frozenset()),
             stale=chosen["state"] == "stale",
             namespace=chosen["task"] or None,
             scopes=frozenset({chosen["scope"]} if chosen["scope"] else ()),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from celery_idempotent.django.admin.forms import FilterForm
-from celery_idempotent.operations.finding import (
+from celery_idempotent.celery.finding import (
     LOOK_AT,
     UNFINISHED_AND_FAILED,
     find_key,
+    find_task_id,
 )
+from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.records import Page, Record, Selection
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def list_page(store: Store, form: FilterForm, namespaces: Iterable[str]) -> List
         scopes = selection.scopes or {""}
         for record in [
             *find_key(store, known, chosen["key"], scopes),
-            *_of_task_id(store, selection, chosen["key"]),
+            *_find_task_id(store, selection, chosen["key"]),
         ]:
             found[record.identity] = record
     page = _look(store, selection, chosen["cursor"])
@@ -87,12 +88,11 @@ def _look(store: Store, selection: Selection, cursor: str) -> Page:
             )
 
 
-def _of_task_id(store: Store, selection: Selection, task_id: str) -> list[Record]:
+def _find_task_id(store: Store, selection: Selection, task_id: str) -> Sequence[Record]:
     wanted = Selection(
         states=UNFINISHED_AND_FAILED, namespace=selection.namespace, scopes=selection.scopes
     )
-    page = store.list(wanted, limit=LOOK_AT, look_at=LOOK_AT)
-    return [record for record in page.records if record.task_id == task_id]
+    return find_task_id(store, task_id, wanted).records
 
 
 def _is_over(record: Record, form: FilterForm, now_ms: int) -> bool:

@@ -9,49 +9,36 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from django.contrib import messages
 from django.core.exceptions import BadRequest, PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import ON_MANY, Operation, OperationRequest, Outcome
+from celery_idempotent.celery.operations import (
+    ON_MANY,
+    OPERATIONS,
+    OUTCOMES,
+    Operation,
+    OperationRequest,
+    Outcome,
+    Verdict,
+    operate_on_each,
+    verdict,
+)
 from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.acting import (
-    DONE,
-    EFFECTS,
-    OUTCOMES,
-    REFUSALS,
-    Verdict,
-    execute,
-    verdict,
-)
-from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import Store, get_store
 
-#: The level and the text of each outcome; ``{done}`` stands for the operation, ``{identity}`` for its key.
-ENDINGS: Mapping[Outcome, tuple[int, str]] = {
-    Outcome.DONE: (messages.SUCCESS, "{done}: {identity}."),
-    Outcome.UNSENT: (
-        messages.WARNING,
-        "{identity} is queued, but its message could not be published: the next sweep after its deadline does.",
-    ),
-    Outcome.CHANGED: (
-        messages.ERROR,
-        "Nothing was done: {identity} has changed since its page was shown. This is how it is now.",
-    ),
-    Outcome.LIVE: (messages.ERROR, "Nothing was done: a live owner took {identity} meanwhile."),
-}
-
 #: In which order a question shows verdicts.
-_ORDER: tuple[Verdict, ...] = ("do", "live", "left")
+_ORDER: tuple[Verdict, ...] = ("apply", "held", "skip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +155,7 @@ class OperationPages(Pages):
         lines = [self._plan(store, operation, mark, now_ms) for mark in marks]
         lines.sort(key=lambda line: _ORDER.index(line.verdict))
         counts = Counter(line.verdict for line in lines)
-        if len(lines) == counts["left"] == 1:
+        if len(lines) == counts["skip"] == 1:
             return _back_with(request, back, f"Nothing was done. {lines[0].text}")
         by_verdict = {
             each: [line.mark for line in lines if line.verdict == each] for each in _ORDER
@@ -176,21 +163,21 @@ class OperationPages(Pages):
         context = {
             "title": f"{operation.capitalize()}: are you sure?",
             "operation": operation,
-            "effect": EFFECTS[operation],
+            "effect": OPERATIONS[operation].effect,
             "back": back,
             "lines": lines,
-            "doing": counts["do"],
-            "live": counts["live"],
-            "left": counts["left"],
+            "doing": counts["apply"],
+            "live": counts["held"],
+            "left": counts["skip"],
             "one": len(lines) == 1,
-            "form": form or _form(operation, by_verdict["do"], by_verdict["live"]),
+            "form": form or _form(operation, by_verdict["apply"], by_verdict["held"]),
         }
         return self.render(request, "operation", context, status=200 if form is None else 400)
 
     def _plan(self, store: Store, operation: Operation, mark: Mark, now_ms: int) -> PlanLine:
         """Say what an operation would do to the record that a mark stands for."""
         record = store.get(mark.identity)
-        found: Verdict = "left"
+        found: Verdict = "skip"
         if record is None:
             text = "Left alone: there is no such record any more."
         elif Mark.of(record) != mark:
@@ -200,9 +187,9 @@ class OperationPages(Pages):
             known = operation != "complete" or _is_known(mark.identity)
             found = verdict(operation, record, now_ms, known=known)
             text = {
-                "left": f"Left alone: {REFUSALS[operation]}",
-                "live": "Left alone unless forced: its owner is live.",
-                "do": f"Will be {DONE[operation]}.",
+                "skip": f"Left alone: {OPERATIONS[operation].refusal}",
+                "held": "Left alone unless forced: its owner is live.",
+                "apply": f"Will be {OPERATIONS[operation].done}.",
             }[found]
         return PlanLine(
             mark=mark,
@@ -230,8 +217,8 @@ class OperationPages(Pages):
             force=force,
             value=form.cleaned_data.get("value"),
         )
-        done, word = 0, DONE[operation].capitalize()
-        ended = list(execute(celery_app(), wanted, marks))
+        done, word = 0, OPERATIONS[operation].done.capitalize()
+        ended = list(operate_on_each(celery_app(), wanted, marks))
         for each in ended:
             identity = each.record.identity
             if each.outcome is None:

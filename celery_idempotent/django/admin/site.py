@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
+from celery_idempotent.celery.finding import find_key_anywhere, task_name
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
+from celery_idempotent.celery.story import sweeps_of, tell_story, time_in_words
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
@@ -20,10 +22,6 @@ from celery_idempotent.django.admin.operations import Mark, OperationPages
 from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.decorators import view_namespaces
-from celery_idempotent.operations.explaining import story_of
-from celery_idempotent.operations.finding import find_key_anywhere, task_name
-from celery_idempotent.operations.health import sweeps
-from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
@@ -150,7 +148,7 @@ class IdempotencyRecordAdmin(OperationPages):
         context = {
             "title": "Idempotency record",
             "subtitle": str(identity),
-            "story": story_of(app, store, record, errors=may_see),
+            "story": tell_story(app, store, record, errors=may_see),
             "record": record,
             "stale": record.stale(now_ms),
             "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
@@ -192,7 +190,7 @@ class IdempotencyRecordAdmin(OperationPages):
         context = {
             "title": "Outcomes of the last 24 hours",
             "states": [(name, stats.said(name)) for name in names],  # type: ignore[arg-type]  # they are
-            "sweeps": sweeps(app, stats),
+            "sweeps": sweeps_of(app, stats),
             "counts": store.supports_counting,
             "charts": drawn[:CHARTS],
             "further": len(drawn[CHARTS:]),

@@ -8,7 +8,7 @@ from django import template
 from django.utils.html import conditional_escape
 from django.utils.safestring import SafeString, mark_safe
 
-from celery_idempotent.operations.finding import scope_in_words
+from celery_idempotent.celery.finding import scope_in_words
 
 register = template.Library()
 

@@ -6,21 +6,20 @@ People type less than a record's identity, so several are asked for::
     17                  the keys 17 (a number) and "17" (a text)
     --scope "user 3"    what the user with this primary key sent over HTTP
     4ce1…               the task id that is the key of a call without one; else the unfinished and failed records are
-                        searched for this task id, and then the result backend is asked for the task's arguments
+                        searched for this task id
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
+from celery_idempotent.celery.registry import find_task, idempotent_tasks
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.rules import canonical, task_id_key
 from celery_idempotent.records import Identity, Page, Record, Selection, State
@@ -28,13 +27,20 @@ from celery_idempotent.records import Identity, Page, Record, Selection, State
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
-
-logger = logging.getLogger(__name__)
 
 #: What an index finds: all but COMPLETED records.
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
+
+#: States under the names that the CLI and the admin have for them; ``stale``: only those whose lease ran out.
+STATES = {
+    "live": frozenset({State.QUEUED, State.PROCESSING}),
+    "stale": frozenset({State.PROCESSING}),
+    **{state.value: frozenset({state}) for state in State},
+}
+
+#: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
+LOOK_AT, MOST = 5_000, 10_000
 
 #: A primary key that is no text.
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
@@ -42,19 +48,12 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 #: The scope of a user who has a primary key that needs no escape.
 _USER = re.compile(r'\["user","?([^"\\,\]]+)"?\]')
 
-#: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
-LOOK_AT, MOST = 5_000, 10_000
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Found:
-    """The records that somebody may have meant, and how they were found.
+    """The records that somebody may have meant; ``cut``: the search ended before all records were looked at."""
 
-    ``cut``: the search ended before all records were looked at.
-    """
-
-    records: Sequence[Record]
-    how: str = ""
+    records: Sequence[Record] = ()
     cut: bool = False
 
 
@@ -89,12 +88,11 @@ def find_key_anywhere(
     namespace: str | None = None,
     task_id: str = "",
     seconds: float | None = None,
-    looked_at: Callable[[int], object] | None = None,
 ) -> Found:
     """Return the records of a key (or of a task with this id) in every scope, as lists have them.
 
     All keys are looked at, in short steps, for so many ``seconds``: no index has keys without their scope, since it
-    would cost each claim a write. ``looked_at`` is called after each step with the number of keys that it looked at.
+    would cost each claim a write.
     """
     found: dict[Identity, Record] = {}
     wanted = frozenset(keys)
@@ -106,55 +104,31 @@ def find_key_anywhere(
         for record in page.records:
             if record.identity.key in wanted or record.task_id == task_id:
                 found[record.identity] = record
-        if looked_at is not None:
-            looked_at(page.looked_at)
         if page.cursor and give_up is not None and monotonic() > give_up:
-            return Found(records=list(found.values()), cut=True)
-    return Found(records=list(found.values()))
+            return Found(list(found.values()), cut=True)
+    return Found(list(found.values()))
 
 
-def find_task_id(
-    app: AnyCelery, store: Store, task_id: str, *, namespace: str | None = None
-) -> Found:
-    """Return the record that the task of this id claimed last.
-
-    Unfinished and failed records are found through the store's indexes. A completed one is found if the result backend
-    still has the task's arguments (``result_extended=True``), of which its key is made.
-    """
+def find_task_id(store: Store, task_id: str, selection: Selection | None = None) -> Found:
+    """Return the unfinished and failed records of the task of this id, of those selected: an index has them."""
     looked_at = 0
-    selection = Selection(states=UNFINISHED_AND_FAILED, namespace=namespace)
+    selection = selection or Selection(states=UNFINISHED_AND_FAILED)
     for page in pages(store, selection, limit=LOOK_AT):
         found = [record for record in page.records if record.task_id == task_id]
         if found:
-            return Found(records=whole(store, found), how="by its task id")
+            return Found(read_whole(store, found))
         looked_at += page.looked_at
         if page.cursor and looked_at >= MOST:
-            break
-    cut = bool(looked_at >= MOST and page.cursor)
-    record = _by_result_backend(app, store, task_id)
-    if record is None:
-        return Found(records=(), cut=cut)
-    return Found(records=[record], how="by the arguments that the result backend has", cut=cut)
+            return Found(cut=True)
+    return Found()
 
 
-def whole(store: Store, records: Iterable[Record]) -> list[Record]:
+def read_whole(store: Store, records: Iterable[Record]) -> list[Record]:
     """Return the records with the fields that lists leave out."""
     return [found for each in records if (found := store.get(each.identity)) is not None]
 
 
-def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None:
-    try:
-        meta = app.backend.get_task_meta(task_id)
-        task = app.tasks.get(str(meta.get("name")))
-        definition = None if task is None else definition_of(app, _namespace(app, str(task.name)))
-        if definition is None:
-            return None
-        args, kwargs = meta.get("args") or (), meta.get("kwargs") or {}
-        about = definition.identifier.identify(args, kwargs, task_id=task_id)
-    except Exception as error:  # noqa: BLE001  a backend fails in its own ways, and so may what it stored
-        logger.debug("idempotency: the result backend does not tell of %s: %r", task_id, error)
-        return None
-    return store.get(about.identity)
+# -- what people type --------------------------------------------------------------------------------------------------
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:
@@ -194,16 +168,10 @@ def scope_in_words(scope: str) -> str:
 
 def namespace_of(app: Celery, name: str) -> str | None:
     """Return the namespace of a task by its name, or of its records; ``None`` if no task of this app has it."""
-    if name in app.tasks:
-        return _namespace(app, name)
-    return name if find_task(app, name) is not None else None
-
-
-def _namespace(app: Celery, name: str) -> str:
     for task, definition in idempotent_tasks(app):
         if task.name == name:
             return definition.identifier.namespace
-    return name
+    return name if name in app.tasks or find_task(app, name) is not None else None
 
 
 def task_name(app: Celery, identity: Identity) -> str:
