@@ -13,7 +13,6 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.redis.format import HEAD, pack, pack_tail, unpack
-from celery_idempotent.stores.values import unpack_value
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")
@@ -172,14 +171,3 @@ def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
     for record in read:
         assert record.created_at.year >= 1970
         assert record.updated_at.year >= 1970
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00\x00\x01\xff\x00\x00"])
-def test_a_value_that_is_damaged_is_refused(content):
-    with pytest.raises(StoreMisconfigured, match="damaged"):
-        unpack_value(content, 0)
-
-
-def test_a_value_in_a_form_of_a_newer_version_is_refused():
-    with pytest.raises(StoreMisconfigured, match="newer version"):
-        unpack_value(bytes((99,)) + b"body", 0)

@@ -26,7 +26,7 @@ from celery_idempotent.django.sql.rows import (
 )
 from celery_idempotent.records import Counted, Identity, Page, Record, Selection, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, read_cursor, write_cursor
-from celery_idempotent.stores.values import LETTERS
+from celery_idempotent.stores.fields import LETTERS
 
 #: How many unfinished records of a state are counted.
 COUNTED = 10_000

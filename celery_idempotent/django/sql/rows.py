@@ -1,21 +1,20 @@
 """A record as a row: columns that statements read, one JSON text that only Python reads, the value's bytes.
 
-What a later version adds to a record goes into the text: it needs no column, no migration, and no line here.
+What a later version adds to a record goes into the text: it needs no column, no migration, and no line here. The bytes
+of a message and of steps follow the line of JSON in base64.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.deciding import StoredRecord
-from celery_idempotent.stores.values import LETTERS, STATES, pack_text, pack_value, unpack_value
+from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
 
 #: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.
@@ -40,18 +39,21 @@ STATE, TOKEN, DEADLINE, EXPIRES = (
     COLUMNS.index(name) for name in ("state", "token", "deadline_ms", "expires_ms")
 )
 
-#: The fields in JSON, with what they are if they are left out.
-_DEFAULTS = {
-    each.name: each.default
-    for each in fields(Record)
-    if each.name not in {"identity", "value", *COLUMNS}
-}
+_CODEC = FieldCodec("fingerprint", *COLUMNS)
+_NAMES = (*(name for name in _CODEC.defaults if name != "requeues"), "message", "steps", "value")
+#: Bytes in the line, as hexadecimal digits.
+_IDS = ("fingerprint", "attempt")
 
 
 def digest(identity: Identity) -> bytes:
     """Return what finds the row of an identity."""
-    text = pack_text(identity.namespace) + pack_text(identity.scope) + identity.key.encode()
+    text = _sized(identity.namespace) + _sized(identity.scope) + identity.key.encode()
     return hashlib.sha256(text).digest()[:DIGEST_BYTES]
+
+
+def _sized(text: str) -> bytes:
+    data = text.encode()
+    return len(data).to_bytes(2, "big") + data
 
 
 def column_values(stored: StoredRecord) -> tuple[object, ...]:
@@ -70,7 +72,7 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
         record.crashes,
         record.task_id,
         _text(stored),
-        None if record.value is None else pack_value(record.value),
+        None if record.value is None else record.value.body,
     )
 
 
@@ -93,16 +95,17 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
         data,
         value,
     ) = row
-    state = STATES.get(letter)
-    if state is None:
+    try:
+        state, (line, _, parts) = STATES[letter], (data or "").encode().partition(b"\n")
+        body = b"" if value is None else bytes(value)
+        rest = _CODEC.decode(line, base64.b64decode(parts) + body, 0, value is not None)
+        rest.update({name: bytes.fromhex(rest[name]) for name in _IDS if name in rest})
+        attempt, requeues = rest.pop("attempt", b""), rest.pop("requeues", 0)
+    except (ValueError, KeyError, TypeError) as error:
         raise StoreMisconfigured(
-            f"the record of {identity} was written by a newer version of celery-idempotent:"
-            " upgrade this one"
-        )
-    rest: dict[str, Any] = {
-        name: _from_json(value) for name, value in json.loads(data or "{}").items()
-    }
-    attempt, requeues = rest.pop("attempt", b""), rest.pop("requeues", 0)
+            f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent: upgrade"
+            " this one"
+        ) from error
     record = Record(
         identity=identity,
         state=state,
@@ -112,40 +115,14 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
         deadline_ms=deadline_ms,
         crashes=crashes,
         task_id=task_id,
-        value=None if value is None else unpack_value(bytes(value), 0),
-        **{name: value for name, value in rest.items() if name in _DEFAULTS},
+        **rest,
     )
     return StoredRecord(record, expires_ms, attempt, requeues)
 
 
 def _text(stored: StoredRecord) -> str:
     record = stored.record
-    rest: dict[str, object] = {
-        name: value
-        for name, default in _DEFAULTS.items()
-        if (value := getattr(record, name)) != default
-    }
-    if stored.attempt:
-        rest["attempt"] = stored.attempt
-    if stored.requeues:
-        rest["requeues"] = stored.requeues
-    return json.dumps(rest, default=_to_json, separators=(",", ":"))
-
-
-def _to_json(value: object) -> object:
-    """Return what JSON can say of bytes and of a stored value."""
-    if isinstance(value, Stored):
-        return {"value": base64.b64encode(pack_value(value)).decode()}
-    assert isinstance(value, bytes), type(value)
-    return {"bytes": base64.b64encode(value).decode()}
-
-
-def _from_json(value: Any) -> Any:
-    """Return what :func:`_to_json` was given; a list was a tuple."""
-    if isinstance(value, list):
-        return tuple(map(_from_json, value))
-    if not isinstance(value, dict):
-        return value
-    (form, text), *_ = value.items()
-    body = base64.b64decode(text)
-    return body if form == "bytes" else unpack_value(body, 0)
+    fields = {name: getattr(record, name) for name in _NAMES} | {"requeues": stored.requeues}
+    ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
+    line, parts = _CODEC.encode(fields, {name: each.hex() for name, each in ids.items() if each})
+    return (line + b"\n" + base64.b64encode(parts) if parts else line).decode()

@@ -13,18 +13,15 @@
     84     JSON object of whatever else is not as usual, or nothing · newline
            the message, the values of the steps, the value; the JSON has what kind and how long they are
 
-Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING one only its worker. A new field of a
-record goes into the JSON unless it has its default, and needs nothing here. An older version that writes the record
-anew leaves it out: a field that must not be lost has a new version.
+Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING one only its worker (see
+:mod:`celery_idempotent.stores.fields`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from functools import lru_cache
 from operator import attrgetter
 from struct import Struct
@@ -40,6 +37,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.deciding import StoredRecord
+from celery_idempotent.stores.fields import LETTERS, FieldCodec
 
 HEAD = Struct(">cBQQHHQQB4s8s16s16s")
 VERSION = 1
@@ -50,54 +48,26 @@ _TAIL = Struct(">B4s8s16s16s")
 _TAIL_AT = HEAD.size - _TAIL.size
 _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
 
-_LETTERS = {
-    State.QUEUED: b"Q",
-    State.PROCESSING: b"P",
-    State.INTERRUPTED: b"I",
-    State.COMPLETED: b"C",
-    State.FAILED: b"F",
-}
+_LETTERS = {state: letter.encode() for state, letter in LETTERS.items()}
 _STATES = {letter: state for state, letter in _LETTERS.items()}
 #: What the records of each state begin with.
 STARTS = {state: letter + bytes((VERSION,)) for state, letter in _LETTERS.items()}
 
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_JSON_VALUE = ["application/json", "utf-8"]
-#: What scripts write, or what has a place of its own.
-_ELSEWHERE = {"deadline_ms", "crashes", "attempts", "fingerprint", "task_id"}
-_ELSEWHERE |= {"value", "message", "steps"}
-#: What is in the JSON unless it is as here.
-_DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    for field in fields(Record)
-    if field.default is not MISSING and field.name not in _ELSEWHERE
-} | {"requeues": 0}
+#: Scripts write the others, or they have a place of their own.
+_CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
 _OF_RECORD = (
-    *(name for name in _DEFAULTS if name != "requeues"),
+    *(name for name in _CODEC.defaults if name != "requeues"),
     *("fingerprint", "task_id", "value", "message", "steps"),
 )
 _of_record = attrgetter(*_OF_RECORD)
-
-_to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-_from_json = json.JSONDecoder().decode
 
 
 @lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
     """Return a UUID as bytes, ``b""`` for any other text: that of a settle is that of its claim."""
     return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
-
-
-@lru_cache(maxsize=64)
-def _usual_json(values: tuple[Any, ...]) -> bytes:
-    """Return the JSON of fields with these values: the same for most runs of a process."""
-    others = {
-        name: value
-        for (name, default), value in zip(_DEFAULTS.items(), values, strict=True)
-        if value != default
-    }
-    return _to_json(others).encode() if others else b""
 
 
 def pack_own(token: int) -> bytes:
@@ -113,7 +83,7 @@ def pack_tail(
     Raises:
         ValueError: for an attempt or a fingerprint of another length.
     """
-    flags, task, parts = 0, _NO_ID, []
+    flags, task = 0, _NO_ID
     others: dict[str, Any] = {}
     fingerprint: bytes | None = fields["fingerprint"]
     if fingerprint is not None:
@@ -125,32 +95,15 @@ def pack_tail(
         task = found
     elif task_id:
         others["task_id"] = task_id
-    if fields.get("reserved"):
+    line, data = _CODEC.encode(fields, others)
+    if fields.get("reserved") or (others and ("message" in others or "steps" in others)):
         flags |= _ASKS
-    message: bytes | None = fields.get("message")
-    if message is not None:
-        flags |= _ASKS
-        others["message"] = len(message)
-        parts.append(message)
-    if steps := fields.get("steps"):
-        flags |= _ASKS
-        others["steps"] = [[name, *_kind_of(each), len(each.body)] for name, each in steps]
-        parts += [each.body for _, each in steps]
-    stored: Stored | None = fields.get("value")
-    if stored is not None:
+    value: Stored | None = fields.get("value")
+    if value is not None:
         flags |= _HAS_VALUE
-        if (kind := _kind_of(stored)) != _JSON_VALUE:
-            others["value"] = kind
-        parts.append(stored.body)
+        data = data + value.body if data else value.body
     tail = _TAIL.pack(flags, write, attempt, fingerprint or _NO_ID, task)
-    line = _usual_json(tuple(map(fields.get, _DEFAULTS, _DEFAULTS.values())))
-    if others:
-        line = (line[:-1] + b"," if line else b"{") + _to_json(others)[1:].encode()
-    return b"%b%b\n%b" % (tail, line, b"".join(parts))
-
-
-def _kind_of(value: Stored) -> list[str]:
-    return [value.content_type, value.content_encoding]
+    return b"%b%b\n%b" % (tail, line, data)
 
 
 def pack(stored: StoredRecord, write: bytes) -> bytes:
@@ -186,71 +139,40 @@ def unpack(
         StoreMisconfigured: if it is damaged, or was written by a newer version.
     """
     try:
-        return _unpack(identity, packed, expires_ms, summary)
+        (letter, version, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
+         flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip
+        if version != VERSION:
+            raise ValueError(version)
+        end = packed.find(b"\n", HEAD.size)
+        line = packed[HEAD.size : end]
+        if end < 0 and summary:
+            # It has many steps, and they come last. No text in it contains the mark, for its quotes are escaped.
+            line, mark, _ = packed[HEAD.size :].partition(b',"steps":')
+            line = line + b"}" if mark else b""
+        elif end < 0:
+            raise ValueError(end)
+        others = _CODEC.decode(line, packed, end + 1, flags & _HAS_VALUE, summary)
+        requeues = others.pop("requeues", 0)
+        if task != _NO_ID:
+            digits = task.hex()
+            others["task_id"] = (
+                f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+            )
+        record = Record(
+            identity=identity,
+            state=_STATES[letter],
+            token=token,
+            created_ms=created_ms,
+            updated_ms=updated_ms,
+            deadline_ms=deadline_ms or None,
+            crashes=crashes,
+            attempts=attempts,
+            fingerprint=fingerprint if flags & _HAS_FINGERPRINT else None,
+            **others,
+        )
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise StoreMisconfigured(
             f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent: upgrade"
             " this one"
         ) from error
-
-
-def _unpack(identity: Identity, packed: bytes, expires_ms: int, summary: bool) -> StoredRecord:
-    (letter, version, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
-     flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip
-    if version != VERSION:
-        raise ValueError(version)
-    others, at = _others(packed, summary)
-    kind, requeues = others.pop("value", _JSON_VALUE), others.pop("requeues", 0)
-    message, steps = others.pop("message", None), others.pop("steps", ())
-    if others:
-        others = {n: value for n, value in others.items() if n in _DEFAULTS or n == "task_id"}
-    if not summary:
-        if message is not None:
-            others["message"], at = packed[at : at + message], at + message
-        if steps:
-            found = []
-            for name, content_type, encoding, size in steps:
-                found.append((name, _stored(content_type, encoding, packed[at : at + size])))
-                at += size
-            others["steps"] = tuple(found)
-        if flags & _HAS_VALUE:
-            others["value"] = _stored(kind[0], kind[1], packed[at:])
-        elif at != len(packed):
-            raise ValueError(at)
-    if task != _NO_ID:
-        digits = task.hex()
-        others["task_id"] = (
-            f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-        )
-    record = Record(
-        identity=identity,
-        state=_STATES[letter],
-        token=token,
-        created_ms=created_ms,
-        updated_ms=updated_ms,
-        deadline_ms=deadline_ms or None,
-        crashes=crashes,
-        attempts=attempts,
-        fingerprint=fingerprint if flags & _HAS_FINGERPRINT else None,
-        **others,
-    )
     return StoredRecord(record, expires_ms, b"" if attempt == NO_ATTEMPT else attempt, requeues)
-
-
-def _others(packed: bytes, summary: bool) -> tuple[dict[str, Any], int]:
-    """Return what the JSON says, and where the values begin."""
-    end = packed.find(b"\n", HEAD.size)
-    if end == HEAD.size:
-        return {}, end + 1
-    line = packed[HEAD.size : end]
-    if end < 0:
-        if not summary:
-            raise ValueError(end)
-        # It has many steps, and they come last. No text in it contains the mark, for its quotes are escaped.
-        line, mark, _ = packed[HEAD.size :].partition(b',"steps":')
-        line = line + b"}" if mark else b"{}"
-    return _from_json(line.decode()), end + 1
-
-
-def _stored(content_type: str, encoding: str, body: bytes) -> Stored:
-    return Stored(content_type=content_type, content_encoding=encoding, body=body)
