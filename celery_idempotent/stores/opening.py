@@ -15,7 +15,6 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
 
 logger = logging.getLogger(__name__)
-
-#: The entry points of other packages: the name is the scheme, the value opens its URLs, as :func:`open_store` does.
-GROUP = "celery_idempotent.stores"
 
 _REDIS = ("redis", "redis+cluster", "rediss", "rediss+cluster", "sentinel", "unix")
 
@@ -59,51 +55,30 @@ _memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary(
 def open_store(url: str) -> Store:
     """Return a store for ``url``; nothing connects before its first verb.
 
-    Raises
-    :exc:`~celery_idempotent.errors.InvalidOption` for a scheme that is not known or a URL that
-    cannot be read.
+    Raises:
+        InvalidOption: for a scheme that is not known or a URL that cannot be read.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
-    return _opener(scheme)(url)
-
-
-def _opener(scheme: str) -> Callable[..., Store]:
-    """Return what opens URLs with this scheme: ours first, so that no other package can take one of them."""
-    if scheme in _SCHEMES:
-        return _resolve(_SCHEMES[scheme])
-    others = entry_points(group=GROUP)
-    if scheme not in others.names:
-        allowed = ", ".join(f"{name}://" for name in sorted({*_SCHEMES, *others.names}))
+    if scheme not in _SCHEMES:
+        allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
         raise InvalidOption(
             f"the idempotency store's URL starts with {scheme!r}: use one of {allowed}"
             if scheme
             else f"the idempotency store is not a URL: start it with one of {allowed}"
         )
-    opener: Callable[..., Store] = others[scheme].load()
-    return opener
+    return _resolve(_SCHEMES[scheme])(url)
 
 
 def get_store(app: AnyCelery) -> Store:
-    """Return the app's store.
+    """Return the app's store, by its settings, which are read once; two apps never share one.
 
-    It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
-
-    The settings are read once: the same app always gets the same store, also in a child that it
-    forked; two apps never share one. An app that has none gets the memory of this process where
-    all of it happens there: its runs are eager, or its broker is ``memory://``, as in Celery's
-    fixtures.
+    An app that has none gets the memory of this process where all of it happens there: its runs are eager, or its
+    broker is ``memory://``, as in Celery's fixtures.
     """
     app = real_app(app)
-    known = _stores.get(app)
-    if known is not None:
-        return known
-    made = _store_of(app)
-    if made is None:
-        if not _runs_in_this_process(app):
-            raise InvalidOption(_WHAT_TO_SET)
-        return _in_memory(app)
+    store = _stores.get(app) or _store_of(app)
     # Two threads may both get here; the first store stays.
-    return _stores.setdefault(app, made)
+    return _in_memory(app) if store is None else _stores.setdefault(app, store)
 
 
 def swap_store(app: Celery, store: Store | None) -> None:
@@ -129,6 +104,8 @@ def _runs_in_this_process(app: Celery) -> bool:
 def _in_memory(app: Celery) -> Store:
     from celery_idempotent.stores.memory import MemoryStore
 
+    if not _runs_in_this_process(app):
+        raise InvalidOption(_WHAT_TO_SET)
     store = _memories.get(app)
     if store is None:
         logger.warning(
@@ -144,7 +121,9 @@ def _store_of(app: Celery) -> Store | None:
     """Return a new store as the app's settings want it, ``None`` if they say nothing of one."""
     setting = app.conf.get("idempotency_store")
     if setting is None:
-        return _from_app(app)
+        backend: object = app.conf.result_backend
+        is_redis = isinstance(backend, str) and backend.partition("://")[0] in _BACKENDS
+        return _from_backend(app) if is_redis else _from_broker(app)
     if isinstance(setting, str):
         return open_store(setting)
     if isinstance(setting, Store):
@@ -176,17 +155,6 @@ _BACKENDS = {"redis", "rediss", "redis+socket", "socket", "sentinel"}
 #: Parameters of the backend's connections that the store's do not share: a pool's, those of ``redis.Redis``, and text
 #: where scripts answer with bytes.
 _NOT_SHARED = {"decode_responses", "hosts", "max_connections", "retry_on_timeout"}
-
-
-def _from_app(app: Celery) -> Store | None:
-    """Open the Redis of the app's result backend, or else of its broker; ``None`` if neither is one.
-
-    The ``global_keyprefix`` that keeps apps on one server apart starts our keys as well.
-    """
-    backend: object = app.conf.result_backend
-    if isinstance(backend, str) and backend.partition("://")[0] in _BACKENDS:
-        return _from_backend(app)
-    return _from_broker(app)
 
 
 def _from_backend(app: Celery) -> Store:

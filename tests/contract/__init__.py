@@ -11,12 +11,6 @@ pytest.register_assert_rewrite(
     "tests.contract.endings",
     "tests.contract.identities",
     "tests.contract.listing",
-    "tests.contract.messages",
-    "tests.contract.releases",
-    "tests.contract.renewals",
-    "tests.contract.requeues",
-    "tests.contract.reservations",
-    "tests.contract.steps",
     "tests.contract.upkeep",
 )
 
@@ -25,12 +19,6 @@ from tests.contract.claims import ClaimContract  # noqa: E402
 from tests.contract.endings import EndingContract  # noqa: E402
 from tests.contract.identities import IdentityContract  # noqa: E402
 from tests.contract.listing import ListingContract  # noqa: E402
-from tests.contract.messages import MessageContract  # noqa: E402
-from tests.contract.releases import ReleaseContract  # noqa: E402
-from tests.contract.renewals import RenewalContract  # noqa: E402
-from tests.contract.requeues import RequeueContract  # noqa: E402
-from tests.contract.reservations import ReservationContract  # noqa: E402
-from tests.contract.steps import StepContract  # noqa: E402
 from tests.contract.upkeep import UpkeepContract  # noqa: E402
 
 __all__ = ["StoreContract"]
@@ -39,13 +27,7 @@ __all__ = ["StoreContract"]
 class StoreContract(
     CellContract,
     ClaimContract,
-    RenewalContract,
     EndingContract,
-    ReleaseContract,
-    ReservationContract,
-    StepContract,
-    RequeueContract,
-    MessageContract,
     UpkeepContract,
     ListingContract,
     IdentityContract,

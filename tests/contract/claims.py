@@ -1,21 +1,35 @@
-"""The contract of `claim`: who gets a key, and with which token."""
+"""The contract of `claim` and `reserve`: who gets a key, with which token, and who publishes."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from celery_idempotent.records import Claimed, EndState, Held, Mismatched, Settled, State
+from celery_idempotent.records import (
+    Claimed,
+    EndState,
+    Held,
+    Identity,
+    Mismatched,
+    Reserved,
+    Settled,
+    State,
+)
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     FINGERPRINT,
     KEY,
-    OTHER_FINGERPRINT,
+    MESSAGE,
+    NAMES,
     STATES,
+    TASK_ID,
     VALUE,
     Advance,
     ContractBase,
     all_at_once,
     attempt,
+    crowd,
 )
 
 
@@ -49,15 +63,6 @@ class ClaimContract(ContractBase):
         again = self.claim(store, attempt=mine)
         assert (again.token, again.crashes, again.attempts) == (first.token, 0, 1)
 
-    def test_a_claim_repeated_after_its_interruption_is_a_new_one(self, store: Store) -> None:
-        """A sweep has counted the crash already, and may have told people. The run that begins now is another one."""
-        mine = attempt()
-        first = self.claim(store, attempt=mine)
-        store.interrupt(KEY, token=first.token)
-        again = self.claim(store, attempt=mine)
-        assert again.token > first.token
-        assert (again.crashes, again.attempts) == (1, 2)
-
     @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
     def test_a_settled_key_answers_with_its_record(
         self, store: Store, advance: Advance, state: EndState
@@ -71,18 +76,6 @@ class ClaimContract(ContractBase):
             assert (answer.record.state, answer.record.value) == (state, VALUE)
             assert answer.age_ms >= self.lease_ms // 2
             assert answer.record == store.get(KEY)
-
-    @pytest.mark.parametrize("state", STATES)
-    def test_another_fingerprint_is_a_mismatch_and_changes_nothing(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """The same attempt with other arguments is a mismatch, too: no claim may be repeated for another call."""
-        mine = attempt()
-        record = self.bring_to(store, advance, state, attempt=mine)
-        for asked in (mine, attempt()):
-            answer = self.try_claim(store, attempt=asked, fingerprint=OTHER_FINGERPRINT)
-            assert answer == Mismatched(record)
-        assert store.get(KEY) == record
 
     @pytest.mark.parametrize("state", STATES)
     @pytest.mark.parametrize(("known", "asked"), [(None, FINGERPRINT), (FINGERPRINT, None)])
@@ -183,3 +176,129 @@ class ClaimContract(ContractBase):
         answers = all_at_once(self.many, lambda _: self.try_claim(store))
         (winner,) = [answer for answer in answers if isinstance(answer, Claimed)]
         assert winner.record.crashes == 1
+
+    def test_it_says_whether_its_transaction_may_be_rolled_back(self, store: Store) -> None:
+        """A request that meets an uncommitted reservation waits for its COMMIT instead of promising that the task will
+        run.
+        """
+        for uncommitted in (True, False, True):
+            record = self.reserve(store, uncommitted=uncommitted)
+            assert record.uncommitted is uncommitted
+            assert self.found(store) == record
+        assert self.claim(store).uncommitted is False
+
+    def test_a_reserved_key_is_held_for_other_tasks(self, store: Store, advance: Advance) -> None:
+        record = self.reserve(store)
+        advance(self.lease_ms / 2)
+        answer = self.try_reserve(store, task_id="another")
+        assert isinstance(answer, Held)
+        assert answer.record == record == store.get(KEY)
+        assert 0 < answer.left_ms <= self.lease_ms / 2
+
+    def test_a_stale_key_is_held_for_no_time(self, store: Store, advance: Advance) -> None:
+        """Only a worker may take over a run that did not come back. "0 ms left" tells the publisher to send its
+        message.
+        """
+        record = self.bring_to(store, advance, "STALE")
+        assert self.try_reserve(store, task_id="another") == Held(record, left_ms=0)
+        assert store.get(KEY) == record
+
+    @pytest.mark.parametrize("state", STATES)
+    @pytest.mark.parametrize(("known", "asked"), [(None, FINGERPRINT), (FINGERPRINT, None)])
+    def test_a_reservation_is_equal_to_any_if_either_side_lacks_a_fingerprint(
+        self,
+        store: Store,
+        advance: Advance,
+        state: str,
+        known: bytes | None,
+        asked: bytes | None,
+    ) -> None:
+        self.bring_to(store, advance, state, fingerprint=known)
+        answer = self.try_reserve(store, task_id="another", fingerprint=asked)
+        assert not isinstance(answer, Mismatched)
+        if isinstance(answer, Reserved):
+            assert answer.record.fingerprint == FINGERPRINT
+        advance(self.lease_ms + 1)
+        answer = self.try_reserve(store, task_id="another", fingerprint=asked)
+        assert not isinstance(answer, Mismatched)
+
+    def test_of_many_reservations_at_once_one_wins(self, store: Store, advance: Advance) -> None:
+        """All publishers send under the task id that won, so that a second copy is a redelivery of the first."""
+        with crowd(self.many) as together:
+            for turn in ("first", "second"):
+
+                def do(n: int, turn: str = turn) -> object:
+                    return self.try_reserve(store, task_id=f"{turn} {n}")
+
+                answers = together(do)
+                (winner,) = [answer for answer in answers if isinstance(answer, Reserved)]
+                held = [answer for answer in answers if isinstance(answer, Held)]
+                assert len(held) == self.many - 1
+                assert {answer.record.token for answer in held} == {winner.record.token}
+                advance(self.lease_ms + 1)
+
+    def test_of_a_reservation_and_a_claim_at_once_the_claim_holds(self, store: Store) -> None:
+        """A publisher reserves for a message while another message of the same key begins to run. The reservation must
+        not overwrite the claim, and comes out as Reserved only if it was first.
+        """
+        with crowd(2) as together:
+            for name in NAMES[:20]:
+
+                def do(who: int, name: Identity = name) -> object:
+                    return (self.try_claim, self.try_reserve)[who](store, name)
+
+                claimed, reserved = together(do)
+                assert isinstance(claimed, Claimed)
+                assert isinstance(reserved, (Reserved, Held))
+                assert store.get(name) == claimed.record
+
+    def test_the_message_of_a_reservation_is_requeued_past_its_deadline_until_it_is_claimed(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """The broker may never have got it; once a worker has claimed the key, it has.
+
+        ::
+
+            publisher   reserve, with its message ─ ✗ killed before it was sent
+            sweep                                      the deadline passes ─ sends it ─ … twice as long ─ sends it again
+            worker                                                                             claim: no more copies
+        """
+        record = self.reserve(store, message=MESSAGE)
+        assert record.message == MESSAGE
+        assert store.get(KEY) == record
+        assert store.sweep(limit=10, requeue_ms=self.lease_ms).requeued == ()
+        assert isinstance(self.try_reserve(store, task_id="another", message=b"mine"), Held)
+        for waited in (self.lease_ms, 2 * self.lease_ms):
+            assert record.deadline_ms is not None
+            advance(record.deadline_ms - store.now_ms() + 1)
+            (swept,) = store.sweep(limit=10, requeue_ms=self.lease_ms).requeued
+            assert swept.deadline_ms is not None
+            assert swept.deadline_ms - record.deadline_ms >= waited
+            # No crash: it was never claimed.
+            assert swept == dataclasses.replace(record, deadline_ms=swept.deadline_ms)
+            assert store.get(KEY) == swept
+            record = swept
+        claimed = self.claim(store)
+        assert (claimed.message, claimed.crashes, claimed.reserved) == (None, 0, True)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).requeued == ()
+
+    def test_who_takes_a_reservation_over_brings_its_message_under_the_first_task_id(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """A message names its own task id. One for another id than the record's would be no redelivery of the first,
+        which may have been sent.
+        """
+        self.reserve(store)
+        advance(self.lease_ms + 1)
+        # Of another task id: the first stays in the record.
+        for _ in range(2):
+            record = self.reserve(store, task_id="another", message=b"for another")
+            assert (record.task_id, record.message) == (TASK_ID, None)
+        assert self.reserve(store, message=MESSAGE).message == MESSAGE
+        advance(self.lease_ms + 1)
+        again = self.reserve(store, task_id="a third", message=b"for a third")
+        assert (again.task_id, again.message) == (TASK_ID, MESSAGE)
+        advance(self.lease_ms + 1)
+        (swept,) = store.sweep(limit=10).requeued
+        assert swept.message == MESSAGE

@@ -1,4 +1,4 @@
-"""The contract of `settle` and `mark_delivered`: how a claim ends, and never another's."""
+"""The contract of how a claim goes on and ends: renewals, steps, releases, settles, and never those of another."""
 
 from __future__ import annotations
 
@@ -6,23 +6,41 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Claimed, EndState, Record, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    EndState,
+    Held,
+    Record,
+    Renewal,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     END_STATES,
     FINGERPRINT,
     KEY,
+    MESSAGE,
     NAMES,
-    TASK_ID,
     VALUE,
     Advance,
     ContractBase,
+    all_at_once,
     crowd,
 )
 
 ANOTHER_VALUE = Stored(
     content_type="application/json", content_encoding="utf-8", body=b'{"paid": false}'
 )
+
+
+def result(text: str) -> Stored:
+    """Return the result of a step."""
+    return Stored(content_type="application/json", content_encoding="utf-8", body=text.encode())
+
+
+STEPS = (("pay", result("1")), ("ship", result("2")), ("mail", result("3")))
 
 
 class EndingContract(ContractBase):
@@ -49,58 +67,6 @@ class EndingContract(ContractBase):
         found = self.found(store)
         assert (found.state, found.token > failed.token) == (State.COMPLETED, True)
         assert store.stats().failed == 0
-
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_a_settle_is_accepted_when_the_record_is_gone(
-        self, store: Store, state: EndState
-    ) -> None:
-        """It may be gone because a store lost it, an operator forgot it or it expired. The effect has happened all the
-        same, so the record is restored from what the worker knows of its claim.
-
-        ::
-
-            worker     claim ─ body ───────────────────── settle: restored, COMPLETED
-            operator              forget: no record
-            duplicate                                               claim: Settled ─ replay
-        """
-        record = self.claim(store)
-        store.forget(KEY)
-        assert self.settle(store, record, state)
-        found = store.get(KEY)
-        assert found is not None
-        assert (found.state, found.value, found.token) == (state, VALUE, record.token)
-        assert (found.created_ms, found.task_id) == (record.created_ms, TASK_ID)
-        assert isinstance(self.try_claim(store), Settled)
-
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_who_did_not_run_it_does_not_bring_it_back(self, store: Store, state: EndState) -> None:
-        """An operator or a sweep (``restore=False``) has seen no effect. Without a record there is nothing that they
-        could end.
-        """
-        reserved = self.reserve(store)
-        claimed = self.claim(store)
-        assert self.settle(store, reserved, state, restore=False) is False
-        assert self.found(store) == claimed
-        store.release(KEY, token=claimed.token)
-        for record in (reserved, claimed):
-            assert self.settle(store, record, state, restore=False) is False
-            assert store.get(KEY) is None
-
-    @pytest.mark.parametrize("state", END_STATES)
-    @pytest.mark.parametrize("replaced", [True, False])
-    def test_a_settled_record_is_marked_as_delivered(
-        self, store: Store, state: EndState, replaced: bool
-    ) -> None:
-        """The mark says that the callbacks of the task are sent. A redelivery of a task with callbacks reads it."""
-        record = self.claim(store)
-        assert self.settle(store, record, state, replaced=replaced)
-        before = self.found(store)
-        assert before.delivered is False
-        for _ in range(2):
-            assert store.mark_delivered(KEY, token=record.token) is True
-            assert store.get(KEY) == dataclasses.replace(before, delivered=True)
-        assert self.settle(store, record, state)
-        assert self.found(store).delivered is True
 
     @pytest.mark.parametrize("state", END_STATES)
     def test_a_record_past_its_retention_is_not_marked(
@@ -137,14 +103,6 @@ class EndingContract(ContractBase):
         self._refused(store, zombie)
         assert store.get(KEY) == found
 
-    def test_a_zombie_is_refused_after_a_forget_and_a_new_claim(self, store: Store) -> None:
-        """The last token outlives the record, so that the new one is larger also after a forget."""
-        zombie = self.claim(store)
-        store.forget(KEY)
-        found = self.claim(store)
-        self._refused(store, zombie)
-        assert store.get(KEY) == found
-
     def test_of_a_settle_and_a_takeover_at_once_one_wins(
         self, store: Store, advance: Advance
     ) -> None:
@@ -174,3 +132,112 @@ class EndingContract(ContractBase):
         assert store.mark_delivered(zombie.identity, token=zombie.token) is False
         name, token = zombie.identity, zombie.token
         assert store.checkpoint(name, token=token, name="pay", value=ANOTHER_VALUE) is False
+
+    def test_a_released_key_is_not_swept(self, store: Store, advance: Advance) -> None:
+        """An index of leases must lose the key, or a sweep would count a crash of a run that failed properly."""
+        store.release(KEY, token=self.claim(store).token)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).interrupted == ()
+
+    def test_a_key_without_reservation_and_message_is_free_for_its_retry(
+        self, store: Store
+    ) -> None:
+        """Nothing waits for this key and nothing could be sent for it, so no record is needed: the retry claims it
+        afresh.
+        """
+        record = self.claim(store)
+        assert store.release(KEY, token=record.token, requeue_ms=1000) is True
+        assert store.get(KEY) is None
+
+    def test_a_renewed_lease_starts_anew(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        for _ in range(3):
+            advance(self.lease_ms * 0.75)
+            assert self.renew(store, record)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.deadline_ms is not None
+        assert record.deadline_ms is not None
+        assert found.deadline_ms > record.deadline_ms + self.lease_ms
+        assert dataclasses.replace(found, deadline_ms=record.deadline_ms) == record
+        assert isinstance(self.try_claim(store), Held)
+
+    def test_each_lease_is_answered_in_its_place(self, store: Store) -> None:
+        """The heartbeat renews all claims of a process in one call. A claim that takes another one's answer is lost, or
+        is believed to live, by mistake.
+        """
+        names = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
+        leases: list[Renewal] = []
+        for n, name in enumerate(names):
+            record = self.claim(store, name)
+            leases.append(self.lease(record, token=record.token + n % 2))
+        others = [store.get(name) for name in names[1::2]]
+        assert store.renew(leases) == [True, False] * 20
+        assert store.renew(leases) == [True, False] * 20
+        assert [store.get(name) for name in names[1::2]] == others
+
+    def test_nothing_is_renewed_by_no_leases(self, store: Store) -> None:
+        assert store.renew([]) == []
+
+    def test_steps_stay_in_their_order(self, store: Store) -> None:
+        record = self.with_steps(store)
+        assert record.steps == STEPS
+        assert store.get(KEY) == record
+
+    @pytest.mark.parametrize("body", [b"", b"S\0\0\0\1M", bytes(range(256)), b"x" * 1024 * 1024])
+    def test_any_step_comes_back_as_it_was(self, store: Store, body: bytes) -> None:
+        token = self.claim(store, message=MESSAGE).token
+        values = [
+            Stored(content_type="application/x-python-serialize", content_encoding="binary", body=b)
+            for b in (body, b"", body)
+        ]
+        for name, value in zip(("", "p", "\u20ac" * 100), values, strict=True):
+            assert store.checkpoint(KEY, token=token, name=name, value=value)
+        found = self.found(store)
+        assert [value for _, value in found.steps] == values
+        assert [name for name, _ in found.steps] == ["", "p", "\u20ac" * 100]
+        assert found.message == MESSAGE
+
+    def test_steps_survive_a_crash(self, store: Store, advance: Advance) -> None:
+        """What is done is not done again.
+
+        ::
+
+            run 1   step "pay" ─ checkpoint ─ ✗ killed
+            run 2                                claim: has "pay" ─ does not pay again ─ step "ship"
+        """
+        first = self.with_steps(store)
+        swept = store.interrupt(KEY, token=first.token)
+        assert swept is not None
+        assert swept.steps == STEPS
+        second = self.claim(store, message=b"another")
+        assert (second.steps, second.message) == (STEPS, b"another")
+        assert store.checkpoint(KEY, token=first.token, name="late", value=result("4")) is False
+        assert store.checkpoint(KEY, token=second.token, name="more", value=result("4"))
+        advance(self.lease_ms + 1)
+        assert self.claim(store).steps == (*STEPS, ("more", result("4")))
+        assert store.get(KEY) is not None
+
+    def test_steps_survive_a_renewal_and_a_claim_repeated(self, store: Store) -> None:
+        """A store that writes the record anew at a renewal may lose what was added since it was read."""
+        record = self.with_steps(store, attempt=b"12345678")
+        assert self.renew(store, record)
+        assert self.claim(store, attempt=b"12345678").steps == STEPS
+
+    def test_steps_at_once_are_all_kept(self, store: Store) -> None:
+        """A body may take its steps in threads. A store that reads all steps and writes them back would lose some."""
+        token = self.claim(store).token
+
+        def do(n: int) -> bool:
+            return store.checkpoint(KEY, token=token, name=f"{n % 10}", value=result(f"{n}"))
+
+        assert all(all_at_once(30, do))
+        steps = self.found(store).steps
+        assert sorted(name for name, _ in steps) == [f"{n}" for n in range(10)]
+
+    def with_steps(self, store: Store, **changes: object) -> Record:
+        """Claim the key and take all steps; return the record."""
+        token = self.claim(store, **changes).token
+        for name, value in STEPS:
+            assert store.checkpoint(KEY, token=token, name=name, value=value) is True
+        return self.found(store)

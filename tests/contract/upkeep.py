@@ -1,4 +1,4 @@
-"""The contract of `sweep`, `prune`, `forget` and `close`: what removes old records."""
+"""The contract of `sweep`, `requeue`, `prune`, `forget` and `close`: what sends again, and what removes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,16 @@ from tests.contract.base import (
     KEY,
     MESSAGE,
     NAMES,
-    STATES,
+    VALUE,
     Advance,
     ContractBase,
     all_at_once,
+    crowd,
 )
 
 
 class UpkeepContract(ContractBase):
     """Sweeping, pruning, forgetting, closing."""
-
-    def test_a_sweep_interrupts_what_is_stale(self, store: Store, advance: Advance) -> None:
-        record = self.claim(store)
-        advance(self.lease_ms + 1)
-        report = store.sweep(limit=10)
-        (swept,) = report.interrupted
-        assert report.more is False
-        assert swept == store.get(KEY)
-        assert swept.updated_ms > record.updated_ms
-        assert swept == dataclasses.replace(
-            record,
-            state=State.INTERRUPTED,
-            crashes=1,
-            deadline_ms=None,
-            updated_ms=swept.updated_ms,
-            swept=True,
-        )
 
     @pytest.mark.parametrize("late_ms", [-1, 0, 1])
     def test_every_verb_calls_a_lease_over_at_the_same_millisecond(
@@ -159,23 +143,6 @@ class UpkeepContract(ContractBase):
         assert store.prune(limit=10) == 0
         assert self.known(store, NAMES) == []
 
-    @pytest.mark.parametrize("state", STATES)
-    def test_a_forgotten_key_is_free_whatever_its_state_was(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """With all that belongs to it: indexes and steps. Only the token outlives it."""
-        token = self.bring_to(store, advance, state).token
-        assert store.forget(KEY) is True
-        assert store.get(KEY) is None
-        assert store.forget(KEY) is False
-        record = self.claim(store)
-        assert record.token > token
-        assert (record.crashes, record.attempts) == (0, 1)
-
-    def test_an_unknown_key_has_no_record(self, store: Store) -> None:
-        assert store.get(KEY) is None
-        assert store.forget(KEY) is False
-
     def test_a_closed_store_may_be_used_again(self, store: Store) -> None:
         """An app is closed in a test, or before a fork, and used again. Connections are then opened anew."""
         record = self.claim(store)
@@ -185,3 +152,92 @@ class UpkeepContract(ContractBase):
 
     def test_it_is_a_store(self, store: Store) -> None:
         assert isinstance(store, Store)
+
+    @pytest.mark.parametrize(
+        ("on_stale", "message"), [("requeue", None), ("fail", MESSAGE), ("interrupt", MESSAGE)]
+    )
+    def test_a_sweep_interrupts_what_it_cannot_or_shall_not_requeue(
+        self, store: Store, advance: Advance, on_stale: str, message: bytes | None
+    ) -> None:
+        """``"requeue"`` without a message: it could not be serialized, or the call was an eager one."""
+        record = self.requeueable(store, advance, on_stale=on_stale, message=message)
+        report = store.sweep(limit=10)
+        (swept,) = report.interrupted
+        assert report.requeued == ()
+        assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
+        assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
+
+    def test_a_message_that_nobody_sent_is_requeued_for_twice_as_long(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """While no worker runs, each sweep would publish one more copy: after a weekend there would be thousands. The
+        pause doubles, so there are a few.
+        """
+        self.requeueable(store, advance)
+        waited = self.lease_ms // 4
+        (record,) = store.sweep(limit=10, requeue_ms=waited).requeued
+        for _ in range(4):
+            assert store.sweep(limit=10, requeue_ms=waited).requeued == ()
+            assert record.deadline_ms is not None
+            advance(record.deadline_ms - store.now_ms() + 1)
+            (again,) = store.sweep(limit=10, requeue_ms=self.lease_ms // 4).requeued
+            waited *= 2
+            assert again.deadline_ms is not None
+            # No crash: it was never claimed.
+            assert again == dataclasses.replace(record, deadline_ms=again.deadline_ms)
+            assert again.deadline_ms - record.deadline_ms >= waited
+            record = again
+
+    def test_the_times_doubled_are_counted_over_claims(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """A task that kills its worker each time is published ever more rarely, though each copy is claimed."""
+        for doubled in range(3):
+            self.requeueable(store, advance)
+            (record,) = store.sweep(limit=10, requeue_ms=1000).requeued
+            assert record.deadline_ms == record.updated_ms + 1000 * 2**doubled
+            assert record.crashes == doubled + 1
+
+    def test_a_retry_whose_sender_died_is_requeued(self, store: Store, advance: Advance) -> None:
+        """Between the release and the publishing of a retry the record alone knows that a retry is due."""
+        self.reserve(store)
+        record = self.claim(store, message=MESSAGE)
+        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        store.release(KEY, token=record.token, requeue_ms=self.lease_ms)
+        assert store.sweep(limit=10).requeued == ()
+        advance(self.lease_ms + 1)
+        (swept,) = store.sweep(limit=10).requeued
+        assert (swept.message, swept.crashes, swept.task_id) == (MESSAGE, 0, record.task_id)
+        assert swept.steps == (("pay", VALUE),)
+        assert self.claim(store).steps == swept.steps
+
+    def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
+        """Sweeps may overlap, and several machines may run one. Two copies of one message would do no harm; thousands
+        would.
+        """
+        for name in NAMES:
+            self.claim(store, name, on_stale="requeue", message=MESSAGE)
+        with crowd(8) as together:
+            for crashes in (1, 1):
+                advance(self.lease_ms + 1)
+                reports = together(lambda _: store.sweep(limit=1000, requeue_ms=self.lease_ms))
+                swept = Counter(record.identity for report in reports for record in report.requeued)
+                assert swept == Counter(NAMES)
+                assert {record.crashes for record in self.known(store, NAMES)} == {crashes}
+                advance(self.lease_ms)
+
+    def test_a_limited_sweep_says_that_there_is_more_to_requeue(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """After an outage there may be a million stale records. A sweep does a part, and asks to be called again."""
+        for name in NAMES:
+            self.claim(store, name, on_stale="requeue", message=MESSAGE)
+        advance(self.lease_ms + 1)
+        swept: Counter[object] = Counter()
+        for _ in range(10 * len(NAMES)):
+            report = store.sweep(limit=10, requeue_ms=self.lease_ms)
+            assert len(report.requeued) <= 10
+            swept.update(record.identity for record in report.requeued)
+            if not report.more:
+                break
+        assert swept == Counter(NAMES)

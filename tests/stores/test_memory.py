@@ -7,16 +7,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Mismatched, State
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
 from tests.contract.base import KEY as CLAIMED
-from tests.contract.base import MESSAGE
+from tests.contract.base import MESSAGE, OTHER_FINGERPRINT, STATES, VALUE
 from tests.stores.beyond import doubles_ten_times
 
 KEY = Identity(namespace="charge", key="order-17")
@@ -47,6 +48,31 @@ class TestMemoryStore(StoreContract):
         assert not store.forget(CLAIMED, token=record.token - 1)
         assert not store.forget(CLAIMED, state=State.INTERRUPTED)
         assert store.get(CLAIMED) == record
+
+    @pytest.mark.parametrize("state", STATES)
+    def test_another_fingerprint_is_a_mismatch_before_all_else(self, store, advance, state):
+        record = self.bring_to(store, advance, state)
+        for ask in (self.try_claim, self.try_reserve):
+            assert ask(store, fingerprint=OTHER_FINGERPRINT) == Mismatched(record)
+        assert store.get(CLAIMED) == record
+
+    def test_who_did_not_run_it_settles_no_other_state_and_brings_nothing_back(self, store):
+        reserved, claimed = self.reserve(store), self.claim(store)
+        assert not self.settle(store, reserved, State.FAILED, restore=False)
+        assert not self.settle(store, replace(claimed, state=State.INTERRUPTED), restore=False)
+        assert store.get(CLAIMED) == claimed
+        store.forget(CLAIMED)
+        assert not self.settle(store, claimed, State.FAILED, restore=False)
+        assert store.get(CLAIMED) is None
+
+    def test_of_a_settle_that_is_repeated_the_first_value_stays(self, store):
+        record = self.claim(store)
+        assert self.settle(store, record)
+        assert self.settle(store, record, State.FAILED, value=None)
+        assert self.found(store).value == VALUE
+
+    def test_an_interruption_counts_a_crash(self, store):
+        assert store.interrupt(CLAIMED, token=self.claim(store).token).crashes == 1
 
     def test_what_is_requeued_while_it_runs_counts_a_crash(self, store):
         record = self.claim(store, message=MESSAGE)

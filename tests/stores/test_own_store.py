@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import sweep
 from celery_idempotent.celery.checks import check_or_raise
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
-from celery_idempotent.stores import get_store, open_store
+from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, isolated_records
@@ -108,40 +107,3 @@ def test_what_is_no_store_is_refused(app: Celery) -> None:
         InvalidOption, match=r"a subclass of celery_idempotent\.stores\.base\.Store"
     ):
         get_store(app)
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package with stores of its own."""
-    (tmp_path / "shelf.py").write_text(
-        "def open_shelf(url):\n"
-        "    from celery_idempotent.stores.memory import MemoryStore\n"
-        "    store = MemoryStore()\n"
-        "    store.url = url\n"
-        "    return store\n"
-    )
-    about = tmp_path / "shelf-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[celery_idempotent.stores]\nshelf = shelf:open_shelf\nmemory = shelf:not_there\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_installed_package_brings_a_scheme_of_its_own(app: Celery) -> None:
-    app.conf.idempotency_store = "shelf://books/2"
-    store: Any = get_store(app)
-    assert store.url == "shelf://books/2"
-
-
-@pytest.mark.usefixtures("installed")
-def test_no_package_takes_a_scheme_of_ours() -> None:
-    assert isinstance(open_store("memory://"), MemoryStore)
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_unknown_scheme_is_told_those_of_packages_too() -> None:
-    with pytest.raises(InvalidOption, match=r"'shelv': use one of django://.*, shelf://, unix://"):
-        open_store("shelv://books")
