@@ -36,8 +36,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.deciding import Look, StoredRecord
-from celery_idempotent.stores.redis.format import pack, unpack
-from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.format import Keyspace, pack, unpack
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, plain
 from celery_idempotent.stores.redis.urls import link_and_prefix
 

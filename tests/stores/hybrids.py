@@ -41,7 +41,7 @@ class CountingLink:
     """Counts the exchanges, each a round trip."""
 
     def __init__(self, link: Link) -> None:
-        self.where, self.spans = link.where, link.spans
+        self.where = link.where
         self.trips = 0
         self._link = link
 

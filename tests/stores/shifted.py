@@ -17,7 +17,7 @@ class ShiftedLink:
     """Adds the offset to every TIME that passes, in scripts and in answers."""
 
     def __init__(self, link: Link) -> None:
-        self.where, self.spans = link.where, link.spans
+        self.where = link.where
         self.offset_us = 0
         self._link = link
 
@@ -58,7 +58,7 @@ class Shift:
         self._nodes = nodes
         self._match = f"{store.prefix}:*"
         self._link = ShiftedLink(store._link)
-        store._link = self._link
+        store._link = self._link  # type: ignore[assignment]
 
     def __call__(self, ms: float) -> None:
         ms = round(ms)
@@ -76,7 +76,7 @@ class FixedLink:
     """Stops a server's clock: scripts read the time from a list in Redis, which the test moves."""
 
     def __init__(self, link: Link, client: redis.Redis, name: str) -> None:
-        self.where, self.spans = link.where, link.spans
+        self.where = link.where
         self.now_us = 0
         self._link = link
         self._client = client

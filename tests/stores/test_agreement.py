@@ -30,7 +30,7 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.format import LEASES, Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.shifted import FixedLink
@@ -80,9 +80,9 @@ class Agreement(RuleBasedStateMachine):
         self.memory: Any = MemoryStore(self.clock)
         self.redis: Any = RedisStore(self.url, prefix=prefix)
         self.names = {name: self.redis._keys.locate(name)[1] for name in IDENTITIES}
-        self.leases = self.redis._keys.leases(17)
+        self.leases = self.redis._keys.index(LEASES)[17]
         self.link = FixedLink(self.redis._link, self.client, f"{prefix}-clock")
-        self.redis._link = self.link
+        self.redis._link = self.link  # type: ignore[assignment]
         self.link.set(self.clock())
         self.records: dict[Identity, list[Record]] = {name: [] for name in IDENTITIES}
 

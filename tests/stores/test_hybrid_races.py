@@ -41,7 +41,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.deciding import Look
-from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.format import Keyspace
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, MemoryHybrid
 from tests.support.tiers import examples, run_until_seen
@@ -152,7 +152,8 @@ class Races(RuleBasedStateMachine):
         self.cache: Any = Cache(self.url, prefix=prefix, options={"socket_timeout": 5})
         self.spy: Any = Cache(self.url, prefix=prefix, options={"socket_timeout": 5})
         self.match = f"{self.cache.prefix}:*"
-        self.bad = self.cache._link = BadLink(self.cache._link)
+        self.bad = BadLink(self.cache._link)
+        self.cache._link = self.bad  # type: ignore[assignment]
         self.store = WatchedStore(self, self.cache, self.clock)
         self.records: dict[Identity, list[Record]] = {name: [] for name in IDENTITIES}
         self.calls: list[Call] = []
@@ -168,7 +169,9 @@ class Races(RuleBasedStateMachine):
 
     def agrees(self, identity: Identity, cached: Record) -> None:
         """Is what the cache says what the store says? It may not know that callbacks were sent."""
-        found = self.store.get(identity)
+        # Without a stop: it is compared as of now.
+        look = MemoryHybrid._at(self.store, identity, lambda look: look)
+        found = look.stored and look.stored.record
         if found is not None and cached in (found, replace(found, delivered=False)):
             return
         # Nothing was promised yet to whoever is forgetting it.

@@ -9,7 +9,7 @@ from redis.crc import key_slot
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity
-from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
+from celery_idempotent.stores.redis.format import BUCKETS, Keyspace
 
 texts = st.text(st.sampled_from("ab%3A5:{}!\u20ac"), max_size=6) | st.text(
     st.characters(exclude_categories=["Cs"]), max_size=30
@@ -43,16 +43,16 @@ def test_all_that_a_script_touches_lies_in_one_slot(identity):
 
 def test_names_are_fixed_for_ever():
     identity = Identity(namespace="payments.charge", scope="acct_1", key="order-17")
-    assert keyspace.locate(identity) == (891, b"idem:{891}:payments.charge:acct_1:order-17")
+    assert keyspace.locate(identity) == (123, b"idem:{123}:payments.charge:acct_1:order-17")
     odd = Identity(namespace="a:b", scope="100%", key="x:y%z")
     assert keyspace.locate(odd)[1].partition(b"}")[2] == b":a%3Ab:100%25:x:y%z"
     assert keyspace.of_record(identity) == (
         keyspace.locate(identity)[1],
-        b"idem:{891}!leases",
-        b"idem:{891}!failures",
-        b"idem:{891}!interrupted",
+        b"idem:{123}!leases",
+        b"idem:{123}!failures",
+        b"idem:{123}!interrupted",
     )
-    assert keyspace.leases(891) == b"idem:{891}!leases"
+    assert keyspace.index(b"!leases")[123] == b"idem:{123}!leases"
 
 
 @pytest.mark.parametrize("prefix", ["", "{", "a}b", "{x}"])

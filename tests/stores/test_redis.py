@@ -38,7 +38,7 @@ class RedisContract(StoreContract):
         if len(nodes) > 1:
             pytest.skip("the nodes of a cluster have no clock in common")
         link = FixedLink(store._link, nodes[0], f"{store.prefix}-clock")
-        store._link = link
+        store._link = link  # type: ignore[assignment]
         link.set(time.time_ns() // 1000)
         return lambda ms: link.set(ms * 1000)
 
@@ -59,8 +59,9 @@ class RedisContract(StoreContract):
         second = store.sweep(limit=120)
         assert (len(second.interrupted), second.more) == (10, False)
         advance(120_001)
-        assert store.prune(limit=120) == 120
-        assert store.prune(limit=120) == 10
+        pruned = store.prune(limit=120)
+        assert pruned >= 120  # all that expired in one millisecond go together
+        assert pruned + store.prune(limit=120) == 130
 
 
 class TestRedis(RedisContract):

@@ -19,7 +19,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.format import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 
 pytestmark = pytest.mark.redis
@@ -159,7 +159,7 @@ def test_the_newest_come_first_also_where_they_share_a_bucket_and_a_millisecond(
     wanted = in_one_bucket(20)
     for identity in wanted:
         interrupt(redis_store, identity)
-    index = redis_store._keys.interrupted(17)
+    index = redis_store._keys.index(b"!interrupted")[17]
     end = redis_client.zscore(index, redis_store._keys.locate(wanted[-1])[1])
     for identity in wanted[10:]:
         redis_client.zadd(index, {redis_store._keys.locate(identity)[1]: end})

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.redis
 #: As docs/running.md gives them to a worker.
 RIGHTS = (
     *("evalsha", "eval", "get", "getrange", "set", "setrange", "del", "pexpire", "pttl", "time"),
-    *("zadd", "zrem", "zrangebyscore", "hincrby", "expire"),
+    *("zadd", "zrem", "zrangebyscore", "zremrangebyscore", "hincrby", "expire"),
 )
 VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 
@@ -127,6 +127,13 @@ def forgotten(store, key):
     store.forget(key)
 
 
+def pruned(store, key):
+    record = claimed(store, key)
+    store.settle(SettleRequest(record=record, state=State.FAILED, value=VALUE, keep_ms=1))
+    time.sleep(0.01)
+    store.prune(limit=10)
+
+
 LIVES = {
     "claimed": claimed,
     "reserved": reserved,
@@ -141,6 +148,7 @@ LIVES = {
     "requeued": requeued,
     "swept": swept,
     "forgotten": forgotten,
+    "pruned": pruned,
 }
 
 

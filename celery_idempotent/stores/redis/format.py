@@ -1,6 +1,20 @@
-"""How a record is stored: a head of 83 bytes that scripts read, a line of JSON, then values as they are.
+"""How a record is stored in Redis: its name and those of the indexes beside it, and its bytes.
 
 ::
+
+    idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key)
+    idem:{7}!leases                             sorted set: record names by deadline, PROCESSING and QUEUED only; and
+                                                "!" by the largest token that the bucket gave out, in microseconds:
+                                                never due
+    idem:{7}!failures, idem:{7}!interrupted     sorted sets: names of such records by when they expire
+    idem:{0}!counts:484722                      hash: how often which outcome of which task in that hour since the epoch
+    idem:{0}!swept                              when the last sweep ended, ms since the epoch
+
+The bucket number in braces is the Cluster hash tag, so that all that a script touches lies in one slot. Redis takes the
+first braces of a name, hence braces further right do not matter and the prefix may have none. A cache before a database
+(see django/hybrid.py) has names of the same kind.
+
+A record is a head of 83 bytes that scripts read, a line of JSON, then values as they are::
 
     1      state: C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
     2      version of this format
@@ -19,10 +33,11 @@ Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
+import zlib
 from collections.abc import Mapping
-from functools import lru_cache
 from operator import attrgetter
 from struct import Struct
 from typing import Any
@@ -33,14 +48,80 @@ from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Identity,
     Record,
-    State,
     Stored,
 )
 from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.fields import LETTERS, FieldCodec
 
+#: How many buckets the records spread over: it decides where each record is found, so it is fixed for ever.
+BUCKETS = 256
+#: Who has the largest token of a bucket as score among its leases.
+MARK = b"!"
+#: What the names of a bucket's indexes end with.
+LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
+
+
+class Keyspace:
+    """The names of all that a store with this prefix writes."""
+
+    def __init__(self, prefix: str) -> None:
+        if not prefix or "{" in prefix or "}" in prefix:
+            raise StoreMisconfigured(
+                f"the key prefix {prefix!r} cannot be used: give at least one character"
+                " and no braces, which mark the Redis Cluster hash tag"
+            )
+        self.prefix = prefix
+        self._start = prefix.encode()
+        self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
+        #: When the last sweep ended.
+        self.swept = self._heads[0] + b"!swept"
+        special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
+        #: The pattern by which ``SCAN`` finds all records and no index.
+        self.pattern = prefix.translate(special).encode() + b":{*}:*"
+
+    def locate(self, identity: Identity) -> tuple[int, bytes]:
+        """Return the bucket and the name of the record.
+
+        Namespace and scope are escaped and the key comes last, so two identities never share a name.
+        """
+        namespace, scope = _escape(identity.namespace), _escape(identity.scope)
+        text = f"{namespace}:{scope}:{identity.key}".encode()
+        bucket = zlib.crc32(text) % BUCKETS
+        return bucket, self._heads[bucket] + b":" + text
+
+    def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
+        """Name the record, and its bucket's indexes of leases, failures and interrupted records."""
+        bucket, name = self.locate(identity)
+        head = self._heads[bucket]
+        return name, head + LEASES, head + FAILURES, head + INTERRUPTED
+
+    def identity(self, name: bytes) -> Identity:
+        """Return the identity that :meth:`locate` gave this name."""
+        text = name[len(self._start) :].partition(b"}:")[2].decode()
+        namespace, scope, key = text.split(":", 2)
+        return Identity(namespace=_unescape(namespace), scope=_unescape(scope), key=key)
+
+    def index(self, kind: bytes) -> list[bytes]:
+        """Name the index of this kind of each bucket."""
+        return [head + kind for head in self._heads]
+
+    def counts(self, hour: int) -> bytes:
+        """Name the counters of an hour."""
+        return b"%b!counts:%d" % (self._heads[0], hour)
+
+
+@functools.lru_cache(maxsize=256)
+def _escape(part: str) -> str:
+    return part.replace("%", "%25").replace(":", "%3A")
+
+
+def _unescape(part: str) -> str:
+    return part.replace("%3A", ":").replace("%25", "%")
+
+
 HEAD = Struct(">cBQQHHQQB4s8s16s16s")
-VERSION = 1
+#: No byte that a record of the first layout, with its flags here, could have.
+VERSION = 0xA1
 #: What a claim begins with while it runs: state, version and token.
 _OWN = Struct(">cBQ")
 #: What scripts append to the numbers that they know.
@@ -64,7 +145,7 @@ _OF_RECORD = (
 _of_record = attrgetter(*_OF_RECORD)
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
     """Return a UUID as bytes, ``b""`` for any other text: that of a settle is that of its claim."""
     return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
@@ -125,18 +206,13 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     return head[:_TAIL_AT] + pack_tail(fields, attempt=stored.attempt or NO_ATTEMPT, write=write)
 
 
-def state_of(packed: bytes) -> State | None:
-    """Return the state of a record, ``None`` if this version does not know it."""
-    return _STATES.get(packed[:1])
-
-
 def unpack(
     identity: Identity, packed: bytes, expires_ms: int = 0, *, summary: bool = False
 ) -> StoredRecord:
     """Return the record; a ``summary`` of its first bytes has no value, message or steps.
 
     Raises:
-        StoreMisconfigured: if it is damaged, or was written by a newer version.
+        StoreMisconfigured: if it is damaged, or was written by another version.
     """
     try:
         (letter, version, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
@@ -172,7 +248,7 @@ def unpack(
         )
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise StoreMisconfigured(
-            f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent: upgrade"
-            " this one"
+            f"what is stored for {identity} is no record: it is damaged, or an older or a newer version of"
+            " celery-idempotent wrote it. Upgrade this one; if it is the newest, delete the key in Redis"
         ) from error
     return StoredRecord(record, expires_ms, b"" if attempt == NO_ATTEMPT else attempt, requeues)

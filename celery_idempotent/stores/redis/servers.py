@@ -7,17 +7,15 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from redis import exceptions
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.stores.base import ServerFacts, Store
-from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
+from celery_idempotent.stores.base import ServerFacts
 
 if TYPE_CHECKING:
     from redis.cluster import RedisCluster
@@ -29,19 +27,15 @@ Reply: TypeAlias = Any
 #: How many idle connections stay open after a burst of threads or greenlets.
 _MAX_IDLE = 64
 
-#: Errors that may be gone at the next try: a failover, a full memory. redis-py has classes for some of them, but not
-#: all of its parsers raise these.
-_PASSING_ERRORS = {
-    exceptions.MovedError: "MOVED",
-    exceptions.AskError: "ASK",
-    exceptions.MasterDownError: "MASTERDOWN",
-    exceptions.ClusterDownError: "CLUSTERDOWN",
-    exceptions.TryAgainError: "TRYAGAIN",
-    exceptions.ReadOnlyError: "READONLY",
-    exceptions.OutOfMemoryError: "OOM",
-}
-#: Their word: at the start of the message or, before Redis 7, in the middle of a script's error.
-_PASSING = re.compile(
+#: Errors that may be gone at the next try: a failover, a full memory. Some parsers of redis-py raise these classes,
+#: without the word, for others see the words.
+_TRANSIENT = (
+    *(exceptions.MovedError, exceptions.AskError, exceptions.MasterDownError),
+    *(exceptions.ClusterDownError, exceptions.TryAgainError, exceptions.ReadOnlyError),
+    exceptions.OutOfMemoryError,
+)
+#: At the start of the message or, before Redis 7, in the middle of a script's error.
+_TRANSIENT_WORDS = re.compile(
     r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
     r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
 )
@@ -60,12 +54,6 @@ class Command(NamedTuple):
     source: bytes | None = None
     node: Any = None
 
-    def with_source(self) -> Command:
-        """Return the same call with the script itself, for a server that does not know it."""
-        if self.source is None:
-            return self
-        return self._replace(words=(b"EVAL", self.source, *self.words[2:]))
-
 
 class Script(NamedTuple):
     """A script that a server may know by its digest."""
@@ -79,10 +67,8 @@ class Script(NamedTuple):
         return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
 
     def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
-        """Return the command that runs this script, on keys of one bucket in a Cluster."""
-        return Command(
-            (b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source, None
-        )
+        """Return the command that runs this script, on keys of one bucket."""
+        return Command((b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source)
 
 
 def plain(*words: bytes, node: Any = None) -> Command:
@@ -90,33 +76,12 @@ def plain(*words: bytes, node: Any = None) -> Command:
     return Command(words, node=node)
 
 
-_LUA = Path(__file__).parent / "lua"
-_PART = (_LUA / "result_part.lua").read_bytes()
 #: Read now: a process may be forked while a thread reads one.
 SCRIPTS = {
-    file.stem: Script.of(file.read_bytes().replace(b"--include result_part.lua\n", _PART))
-    for file in _LUA.iterdir()
+    file.stem: Script.of(file.read_bytes())
+    for file in (Path(__file__).parent / "lua").iterdir()
     if file.suffix == ".lua"
 }
-
-
-class Link(Protocol):
-    """The way to a server, or to all servers of a Cluster. ``spans``: may one script touch keys of several buckets?"""
-
-    where: str
-    spans: bool
-
-    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        """Return the answer to each command: a ``ResponseError`` where the server refused it."""
-        ...
-
-    def nodes(self) -> Sequence[Any]:
-        """Return each node that has records, as commands name it; in an order that stays while the Cluster does."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections."""
-        ...
 
 
 # -- one server --------------------------------------------------------------------------------------------------------
@@ -133,8 +98,6 @@ class Server:
         pool     takes connection 1 back, its answer unread
         other    takes connection 1 ── sends settle ── reads the answer to the claim
     """
-
-    spans = True
 
     def __init__(self, pool: ConnectionPool, where: str) -> None:
         self.where = where
@@ -164,7 +127,7 @@ class Server:
                 try:
                     answer = connection.read_response()
                 except exceptions.ResponseError as error:
-                    if passing(error) == "READONLY":
+                    if _is_read_only(error):
                         raise exceptions.ConnectionError(f"no master: {error}") from error
                     answer = error
                 answers.append(answer)
@@ -223,38 +186,25 @@ def _packed(command: Command) -> bytes:
     return b"*%d%b\r\n" % (len(words), b"".join(parts))
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One database of one server, and who asks. Equal ones are the same; others may be the same, too."""
-
-    kind: type
-    address: tuple[object, ...]
-    db: int
-    #: User name, password, and the files of a client's certificate.
-    login: tuple[object, ...] = field(repr=False)
-
-
 #: With one of these arguments a connection may lead elsewhere, log in otherwise, or write other bytes.
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
+#: Those that say where it leads and who logs in, and what stands for none.
+_TELLING = {"path": "", "host": "localhost", "port": 6379, "db": 0, "username": "", "password": ""}
+_TELLING |= {"ssl_certfile": "", "ssl_keyfile": ""}
 
 
-def endpoint_of(pool: ConnectionPool) -> Endpoint | None:
-    """Return where the connections of this pool lead, ``None`` if that cannot be said."""
+def endpoint_of(pool: ConnectionPool) -> bytes | None:
+    """Return a digest of where the connections of this pool lead and of their login; ``None`` if that cannot be said.
+
+    Equal ones are the same database of the same server; others may be the same, too.
+    """
     kind, given = pool.connection_class, pool.connection_kwargs
-    utf8 = str(given.get("encoding") or "utf-8").lower() in {"utf-8", "utf8"}
     known = kind in (Connection, SSLConnection, UnixDomainSocketConnection)
-    if not (known and utf8) or any(given.get(name) for name in _UNKNOWN):
+    utf8 = str(given.get("encoding") or "utf-8").lower() in {"utf-8", "utf8"}
+    if not (known and utf8) or any(map(given.get, _UNKNOWN)):
         return None
-    address: tuple[object, ...] = (given.get("path"),)
-    if kind is not UnixDomainSocketConnection:
-        address = (given.get("host") or "localhost", int(given.get("port") or 6379))
-    login = ("username", "password", "ssl_certfile", "ssl_keyfile")
-    return Endpoint(
-        kind,
-        address,
-        int(given.get("db") or 0),
-        tuple(given.get(name) or None for name in login),
-    )
+    told = (kind, *(str(given.get(name) or usual) for name, usual in _TELLING.items()))
+    return hashlib.sha256(repr(told).encode()).digest()
 
 
 # -- a Cluster ---------------------------------------------------------------------------------------------------------
@@ -262,8 +212,6 @@ def endpoint_of(pool: ConnectionPool) -> Endpoint | None:
 
 class Cluster:
     """All nodes of a Cluster, by redis-py's client, which connects when it is made: at the first command."""
-
-    spans = False
 
     def __init__(self, connect: Callable[[], RedisCluster], where: str) -> None:
         self.where = where
@@ -310,6 +258,10 @@ def _named(command: Command) -> tuple[str | bytes, ...]:
     return (command.words[0].decode(), *command.words[1:])
 
 
+#: The way to a server, or to all servers of a Cluster.
+Link: TypeAlias = Server | Cluster
+
+
 # -- for all of them ---------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +281,7 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
             return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            repeated = link.exchange([commands[n].with_source() for n in unknown])
+            repeated = link.exchange([_with_source(commands[n]) for n in unknown])
             for n, answer in zip(unknown, repeated, strict=True):
                 answers[n] = answer
     except _ERRORS as error:
@@ -340,6 +292,18 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     return answers
 
 
+def _with_source(command: Command) -> Command:
+    """Return the same call with the script itself, for a server that does not know it."""
+    assert command.source is not None
+    return command._replace(words=(b"EVAL", command.source, *command.words[2:]))
+
+
+def _is_read_only(error: Exception) -> bool:
+    """Did a replica refuse to write?"""
+    found = _TRANSIENT_WORDS.search(str(error))
+    return isinstance(error, exceptions.ReadOnlyError) or bool(found and found[1] == "READONLY")
+
+
 def _refusal_behind(error: Exception) -> Exception:
     """Return the refusal that redis-py's client of a Cluster met when it asked a node for the slots, if it did."""
     cause: BaseException | None = error
@@ -348,19 +312,6 @@ def _refusal_behind(error: Exception) -> Exception:
             return cause
         cause = cause.__cause__ or cause.__context__
     return error
-
-
-def passing(answer: object) -> str:
-    """Return Redis' word for a refusal that another try may better, for any other answer ``""``."""
-    if not isinstance(answer, exceptions.RedisError):
-        return ""
-    for kind, word in _PASSING_ERRORS.items():
-        if isinstance(answer, kind):
-            return word
-    if not isinstance(answer, exceptions.ResponseError):
-        return ""
-    found = _PASSING.search(str(answer))
-    return found[1] if found else ""
 
 
 def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
@@ -375,7 +326,7 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
     # Within a script Redis has other words for it.
     if isinstance(error, exceptions.NoPermissionError) or "can't run this command" in text:
         return StoreMisconfigured(f"{where} refused us: {text}. Give the user the rights.")
-    if passing(error):
+    if isinstance(error, _TRANSIENT) or _TRANSIENT_WORDS.search(text):
         return StoreUnavailable(f"{where} cannot serve us at the moment: {error}")
     return StoreMisconfigured(f"{where} answered: {error}")
 
@@ -389,29 +340,9 @@ def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
     return list(zip(reply[::2], reply[1::2], strict=True))
 
 
-#: No script looks into more indexes than this: Redis serves nobody else meanwhile.
-_PER_SCRIPT = 256
-
-
-def ask_indexes(
-    link: Link, name: str, indexes: Sequence[bytes], *args: bytes
-) -> list[tuple[bytes, Reply]]:
-    """Run a script that looks into many indexes; return those of which it tells something, and what."""
-    while True:
-        groups = list(in_steps(indexes, _PER_SCRIPT if link.spans else 1))
-        try:
-            answers = exchange(link, [SCRIPTS[name].call(group, *args) for group in groups])
-        except StoreMisconfigured as error:
-            if not (link.spans and isinstance(error.__cause__, exceptions.ClusterCrossSlotError)):
-                raise
-            # A Cluster behind one address: its scripts have one bucket each, as in any Cluster.
-            link.spans = False
-            continue
-        return [
-            (group[place - 1], told)
-            for group, answer in zip(groups, answers, strict=True)
-            for place, told in answer
-        ]
+def in_steps(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield the items, so many at a time."""
+    return (items[at : at + size] for at in range(0, len(items), size))
 
 
 def now_ms(link: Link) -> int:
@@ -420,70 +351,23 @@ def now_ms(link: Link) -> int:
     return int(seconds) * 1000 + int(micros) // 1000
 
 
-class Servers(Store):
-    """What every part of a Redis store works with: the way to its servers, and the names of its keys there."""
-
-    def __init__(self, link: Link, keys: Keyspace) -> None:
-        self._link = link
-        self._keys = keys
-
-    def now_ms(self) -> int:
-        """Return the time by the clock of one server."""
-        return now_ms(self._link)
-
-    def facts(self) -> Sequence[ServerFacts]:
-        """Ask each server what concerns its records: version, eviction, persistence."""
-        return [_facts_of(self._link, node) for node in self._link.nodes()]
-
-    def missing_rights(self) -> Sequence[str]:
-        """Return the commands that a worker needs and this user may not run; Redis 6 cannot be asked."""
-        # In a Cluster each server has its own users: some buckets of most of them.
-        buckets = (0,) if self._link.spans else range(0, BUCKETS, 32)
-        rights = [SCRIPTS["rights"].call((self._keys.leases(each),)) for each in buckets]
-        return sorted({each.decode() for missing in self._exchange(*rights) for each in missing})
-
-    def close(self) -> None:
-        """Close the idle connections."""
-        self._link.close()
-
-    def _exchange(self, *commands: Command) -> list[Reply]:
-        return exchange(self._link, commands)
-
-
-def in_steps(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Yield the items, so many at a time."""
-    return (items[at : at + size] for at in range(0, len(items), size))
-
-
-def _facts_of(link: Link, node: Any) -> ServerFacts:
+def facts_of(link: Link, node: Any) -> ServerFacts:
     """Read what a server says of itself in INFO.
 
     Valkey says ``redis_version:7.2.4`` as well, for clients that know no Valkey: its own version is in another line.
     """
     (answer,) = exchange(link, (plain(b"INFO", node=node),))
-    if isinstance(answer, bytes):
-        lines = [
-            line.partition(":")
-            for line in answer.decode(errors="replace").splitlines()
-            if ":" in line
-        ]
-        said: Mapping[str, str] = {word: what.strip() for word, _, what in lines}
-    else:
-        said = {word: str(what) for word, what in answer.items()}  # read by redis-py's client
+    if isinstance(answer, bytes):  # else read by redis-py's client
+        lines = answer.decode(errors="replace").splitlines()
+        answer = dict(line.split(":", 1) for line in lines if ":" in line)
+    said = {word: str(what).strip() for word, what in answer.items()}
+    kind, version = "Redis", said.get("redis_version", "0")
     valkey = said.get("valkey_version") or said.get("server_version")
     if said.get("server_name") == "valkey" and valkey:
         kind, version = "Valkey", valkey
-    else:
-        kind, version = "Redis", said.get("redis_version", "0")
-    persistent: bool | None = True
-    if said.get("aof_enabled") != "1":
-        persistent = _saves(link, node)
-    return ServerFacts(
-        kind=kind,
-        version=version,
-        eviction=said.get("maxmemory_policy", "unknown"),
-        persistent=persistent,
-    )
+    persistent = True if said.get("aof_enabled") == "1" else _saves(link, node)
+    eviction = said.get("maxmemory_policy", "unknown")
+    return ServerFacts(kind=kind, version=version, eviction=eviction, persistent=persistent)
 
 
 def _saves(link: Link, node: Any) -> bool | None:

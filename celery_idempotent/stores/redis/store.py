@@ -3,40 +3,69 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from struct import Struct
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
+    Counted,
     Identity,
+    Page,
     Record,
     Renewal,
     ResultWrite,
+    Selection,
     SettledWith,
     SettleRequest,
     State,
+    Stats,
+    SweepReport,
 )
-from celery_idempotent.stores.base import Store, Taken
+from celery_idempotent.stores.base import (
+    COUNTED_HOURS,
+    HOUR_MS,
+    ServerFacts,
+    Store,
+    Taken,
+    report,
+)
 from celery_idempotent.stores.deciding import (
     Asked,
     Look,
+    StoredRecord,
     asked_to_settle,
     brought,
 )
-from celery_idempotent.stores.redis.browse import Browsing
-from celery_idempotent.stores.redis.format import STARTS, pack_own, pack_tail
-from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.look import ChangedError, RedisLook
+from celery_idempotent.stores.redis.browse import Search
+from celery_idempotent.stores.redis.format import (
+    BUCKETS,
+    FAILURES,
+    HEAD,
+    INTERRUPTED,
+    LEASES,
+    STARTS,
+    Keyspace,
+    pack,
+    pack_own,
+    pack_tail,
+    unpack,
+)
 from celery_idempotent.stores.redis.servers import (
     SCRIPTS,
     Command,
     Reply,
     endpoint_of,
     exchange,
+    facts_of,
+    in_steps,
+    now_ms,
+    pairs,
+    plain,
 )
-from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.urls import link_and_prefix
 from celery_idempotent.stores.table import OUTCOME, PROCESSING, Verb
 
@@ -46,6 +75,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: Runs the script swap with these arguments, or plans to; returns its answer.
+Swap: TypeAlias = Callable[[Identity, tuple[bytes, ...]], Reply]
 
 #: The token and the time that a new record got.
 _STAMP = Struct(">QQ")
@@ -63,9 +94,19 @@ _CARRIED = tuple(
 )
 _carried_by = attrgetter(*_CARRIED)
 _CLAIM, _END, _RENEW, _SWAP = (SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
+#: Which of swap's keys indexes the records of a state.
+_IN_LEASES = b"2"
+_INDEX = {
+    State.PROCESSING: _IN_LEASES,
+    State.QUEUED: _IN_LEASES,
+    State.FAILED: b"3",
+    State.INTERRUPTED: b"4",
+}
+#: How many records one trip of a sweep reads or writes.
+_PER_TRIP = 250
 
 
-class RedisStore(Browsing, Upkeep, Store):
+class RedisStore(Store):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
@@ -86,16 +127,18 @@ class RedisStore(Browsing, Upkeep, Store):
         prefix: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        link, named = link_and_prefix(url, options or {})
-        super().__init__(link, Keyspace(named if prefix is None else prefix))
+        self._link, named = link_and_prefix(url, options or {})
+        self._keys = Keyspace(named if prefix is None else prefix)
 
     def __repr__(self) -> str:
-        return f"<RedisStore: {self._link.where}, prefix {self._keys.prefix}>"
+        return f"<RedisStore: {self._link.where}, prefix {self.prefix}>"
 
     @property
     def prefix(self) -> str:
         """What all our keys in Redis start with."""
         return self._keys.prefix
+
+    # -- the verbs of a run --
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
@@ -158,13 +201,13 @@ class RedisStore(Browsing, Upkeep, Store):
         record, fields = request.record, brought(request)
         fields.update(zip(_CARRIED, _carried_by(record), strict=True))
         name, leases, failures, _ = self._keys.of_record(record.identity)
-        keys: list[bytes] = [name, leases]
-        written: tuple[bytes, ...] = ()
+        keys = [name, leases]
         if request.state is _FAILED:
             keys.append(failures)
+        written: tuple[bytes, ...] = ()
         if result is not None:
             keys.append(result.key)
-            written = (result.payload, b"%d" % result.expires_s)
+            written = result.payload, b"%d" % result.expires_s
         args = STARTS[request.state], b"%d" % max(request.keep_ms, 1), pack_tail(fields), *written
         return _END.call(keys, pack_own(record.token), *args)
 
@@ -179,7 +222,8 @@ class RedisStore(Browsing, Upkeep, Store):
         """Write the result of a task that a record answered, in one script."""
         if not self._takes_results:
             return False
-        write = SCRIPTS["result"].call((result.key,), result.payload, b"%d" % result.expires_s)
+        no_record = b"", b"", b"", b""
+        write = _END.call((result.key,), *no_record, result.payload, b"%d" % result.expires_s)
         return bool(self._send(write) == b"stored")
 
     def release(
@@ -223,8 +267,221 @@ class RedisStore(Browsing, Upkeep, Store):
             except ChangedError as changed:
                 answer, highest = None, changed.highest
 
+    def _swap(self, identity: Identity, args: tuple[bytes, ...]) -> Reply:
+        return self._send(_SWAP.call(self._keys.of_record(identity), *args))
+
     def _send(self, command: Command) -> Reply:
         return exchange(self._link, (command,))[0]
 
-    def _swap(self, identity: Identity, args: tuple[bytes, ...]) -> Reply:
-        return self._send(_SWAP.call(self._keys.of_record(identity), *args))
+    def _exchange(self, *commands: Command) -> list[Reply]:
+        return exchange(self._link, commands)
+
+    # -- upkeep --
+
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+        """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
+        found = [name for _, name, _ in self._due_in(LEASES, limit + 1)]
+        steps = in_steps(found[:limit], _PER_TRIP)
+        swept = [record for step in steps for record in self._sweep_some(step, requeue_ms)]
+        return report(swept, more=len(found) > limit)
+
+    def _sweep_some(self, names: Sequence[bytes], requeue_ms: int) -> Iterator[Record]:
+        """Decide about some records with two trips: one to look, one to write."""
+        plan: list[Command] = []
+
+        def swap_later(identity: Identity, args: tuple[bytes, ...]) -> int:
+            plan.append(_SWAP.call(self._keys.of_record(identity), *args))
+            return 1
+
+        planned: list[Record | None] = []
+        answers = self._exchange(*[_CLAIM.call((name,)) for name in names])
+        for name, answer in zip(names, answers, strict=True):
+            try:
+                look = RedisLook(self._keys.identity(name), answer, swap_later)
+            except StoreMisconfigured:
+                continue  # left to the newer version that wrote it
+            record = self._sweep(look, requeue_ms)
+            if record is None:
+                look.mend()
+            planned.append(record)
+        # Whoever wrote meanwhile knows better, or the next sweep finds it.
+        for record, written in zip(planned, self._exchange(*plan), strict=True):
+            if record is not None and written == 1:
+                yield record
+
+    def prune(self, *, limit: int) -> int:
+        """Drop index entries of expired records, to the end of a millisecond; Redis drops the records by itself."""
+        pruned = 0
+        for kind in (FAILURES, INTERRUPTED):
+            ends = {index: end for index, _, end in self._due_in(kind, limit - pruned)}
+            drops = (plain(b"ZREMRANGEBYSCORE", i, b"-inf", b"%d" % end) for i, end in ends.items())
+            pruned += sum(self._exchange(*drops))
+        return pruned
+
+    def _due_in(self, kind: bytes, limit: int) -> list[tuple[bytes, bytes, int]]:
+        """Return index, name and score of up to ``limit`` entries whose time has come, of each index in its order.
+
+        Round by round all buckets give a few: one that a client filled on purpose keeps no other one waiting. The
+        rounds start anywhere, so that a limit never starves the same buckets.
+        """
+        start, now = random.randrange(BUCKETS), b"%d" % self.now_ms()
+        indexes = self._keys.index(kind)
+        indexes = indexes[start:] + indexes[:start]
+        found: list[tuple[bytes, bytes, int]] = []
+        at, most = 0, limit // 64 + 1
+        while indexes and len(found) < limit:
+            place = b"WITHSCORES", b"LIMIT", b"%d" % at, b"%d" % most
+            asks = [plain(b"ZRANGEBYSCORE", index, b"-inf", now, *place) for index in indexes]
+            due = list(zip(indexes, map(pairs, self._exchange(*asks)), strict=True))
+            found += [(index, name, int(float(end))) for index, some in due for name, end in some]
+            indexes = [index for index, some in due if len(some) == most]
+            at += most
+        return found[:limit]
+
+    # -- what operators see --
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records."""
+        search = Search(self._link, self._keys, selection, limit)
+        return search.scan(cursor, look_at) if selection.scans else search.walk(cursor, look_at)
+
+    def stats(self) -> Stats:
+        """Count what the indexes know."""
+        at_ms, keys = self.now_ms(), self._keys
+        now, later = b"%d" % at_ms, b"(%d" % at_ms
+        # The score of a mark, in microseconds, is beyond any deadline.
+        bounds = (
+            (LEASES, b"-inf", now),
+            (LEASES, later, b"(1e14"),
+            (INTERRUPTED, later, b"+inf"),
+            (FAILURES, later, b"+inf"),
+        )
+        counts = [plain(b"ZCOUNT", i, *ends) for kind, *ends in bounds for i in keys.index(kind)]
+        swept, *answers = self._exchange(plain(b"GET", keys.swept), *counts)
+        stale, live, interrupted, failed = map(sum, in_steps(answers, BUCKETS))
+        return Stats(
+            live=live,
+            stale=stale,
+            interrupted=interrupted,
+            failed=failed,
+            now_ms=at_ms,
+            swept_ms=None if swept is None else int(swept),
+        )
+
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        self._send(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of this hour."""
+        name = self._keys.counts(self.now_ms() // HOUR_MS)
+        commands = [
+            plain(b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
+            for (task, outcome), number in outcomes.items()
+        ]
+        self._exchange(*commands, plain(b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600)))
+
+    def counts(self, *, hours: int) -> Sequence[Counted]:
+        """Return the counters of the last hours."""
+        last = self.now_ms() // HOUR_MS
+        wanted = range(last - min(hours, COUNTED_HOURS) + 1, last + 1)
+        answers = self._exchange(*(plain(b"HGETALL", self._keys.counts(hour)) for hour in wanted))
+        found = []
+        for hour, answer in zip(wanted, answers, strict=True):
+            for field, number in pairs(answer):
+                outcome, _, task = field.decode().partition(" ")
+                found.append(Counted(hour=hour, task=task, outcome=outcome, count=int(number)))
+        return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
+
+    def now_ms(self) -> int:
+        """Return the time by the clock of one server."""
+        return now_ms(self._link)
+
+    def facts(self) -> Sequence[ServerFacts]:
+        """Ask each server what concerns its records: version, eviction, persistence."""
+        return [facts_of(self._link, node) for node in self._link.nodes()]
+
+    def missing_rights(self) -> Sequence[str]:
+        """Return the commands that a worker needs and this user may not run; Redis 6 cannot be asked."""
+        # In a Cluster each server has its own users: some buckets of most of them.
+        rights = [SCRIPTS["rights"].call((key,)) for key in self._keys.index(LEASES)[::8]]
+        return sorted({each.decode() for missing in self._exchange(*rights) for each in missing})
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._link.close()
+
+
+class ChangedError(Exception):
+    """Somebody else wrote since the look, or gave out the ``highest`` token."""
+
+    def __init__(self, highest: int) -> None:
+        super().__init__(highest)
+        self.highest = highest
+
+
+class RedisLook(Look):
+    """What one look found."""
+
+    def __init__(self, identity: Identity, answer: Reply, swap: Swap, highest: int = 0) -> None:
+        found, left_ms, seconds, micros = answer
+        self.identity, self._swap = identity, swap
+        self.packed: bytes = found or b""
+        self.now_us = int(seconds) * 1_000_000 + int(micros)
+        self.stored, self.highest = None, highest
+        if found:
+            self.stored = unpack(identity, found, self.now_us // 1000 + max(left_ms, 0))
+            self.highest = max(highest, self.stored.record.token)
+
+    def write(self, after: StoredRecord) -> None:
+        """Store this instead of what the look found."""
+        before, record = self.stored, after.record
+        life = b"%d" % (after.expires_ms - self.now_us // 1000)
+        if before is not None and before.expires_ms == after.expires_ms:
+            life = b""
+        # A settle that restores a lost record brings its token back; other new records, or new tokens, are new ones.
+        restores = before is None and record.state.settled
+        is_new = not restores and (before is None or before.record.token != record.token)
+        enters = _INDEX.get(record.state, b"")
+        # A lost record left its entry behind.
+        leaves = _IN_LEASES if before is None else _INDEX.get(before.record.state, b"")
+        self._write(
+            pack(after, os.urandom(4)),
+            life=life,
+            token=b"%d" % record.token if is_new else b"",
+            enters=enters,
+            score=after.expires_ms if record.deadline_ms is None else record.deadline_ms,
+            leaves=leaves if leaves != enters else b"",
+        )
+
+    def remove(self, *, forget: bool) -> None:  # noqa: ARG002
+        """Delete what the look found."""
+        assert self.stored is not None
+        self._write(b"", leaves=_INDEX.get(self.stored.record.state, b""))
+
+    def mend(self) -> None:
+        """Take a record that no sweep has to look at out of the index of leases, or put it where it belongs."""
+        record = self.stored and self.stored.record
+        if record and record.deadline_ms and record.deadline_ms > self.now_us // 1000:
+            self._write(self.packed, enters=_IN_LEASES, score=record.deadline_ms)
+        else:
+            self._write(self.packed, leaves=_IN_LEASES)
+
+    def _write(
+        self,
+        packed: bytes,
+        *,
+        life: bytes = b"",
+        token: bytes = b"",
+        enters: bytes = b"",
+        score: int = 0,
+        leaves: bytes = b"",
+    ) -> None:
+        """Write, unless somebody else did."""
+        seen = self.packed[: HEAD.size]
+        args = seen, packed, life, token, enters, b"%d" % score, leaves
+        done = self._swap(self.identity, args)
+        if done != 1:
+            raise ChangedError(int(done))

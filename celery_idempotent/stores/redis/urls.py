@@ -45,36 +45,36 @@ def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]
 
     ``options`` are further arguments of redis-py's connections; the URL's query wins over them.
     """
+    scheme, _, rest = url.partition("://")
+    rest, _, query_text = rest.partition("?")
+    query = dict(parse_qsl(query_text, keep_blank_values=True))
+    prefix = query.pop("prefix", DEFAULT_PREFIX)
+    query.pop("decode_responses", None)
+    if reqs := query.get("ssl_cert_reqs"):
+        query["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
+    link: Link
     try:
-        scheme, _, rest = url.partition("://")
-        rest, _, query_text = rest.partition("?")
-        query = dict(parse_qsl(query_text, keep_blank_values=True))
-        prefix = query.pop("prefix", DEFAULT_PREFIX)
-        query.pop("decode_responses", None)
-        reqs = query.get("ssl_cert_reqs")
-        if reqs is not None:
-            query["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
         if scheme == "sentinel":
-            return _sentinel(rest, query, options), prefix
-        if scheme.endswith("+cluster"):
-            return _cluster(scheme.removesuffix("+cluster"), rest, query, options), prefix
-        return _single(scheme, rest, query, options), prefix
+            link = _sentinel(rest, query, options)
+        elif scheme.endswith("+cluster"):
+            link = _cluster(scheme.removesuffix("+cluster"), rest, query, options)
+        else:
+            link = _single(scheme, rest, query, options)
     except (TypeError, RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
         ) from error
-    except _IncompleteError as error:
-        raise InvalidOption(f"the idempotency store's {scheme}:// URL has {error}") from None
     except ValueError:
         # Shows nothing of the URL: an unquoted '#' or '/' in a password makes the rest of it look like a port.
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL cannot be read: check host, port and"
             " database, and percent-encode special characters in the password"
         ) from None
+    return link, prefix
 
 
-class _IncompleteError(ValueError):
-    """A part of the URL is missing. The text names the part, and shows nothing of the URL."""
+def _incomplete(what: str) -> InvalidOption:
+    return InvalidOption(f"the idempotency store's URL has {what}")
 
 
 def _single(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
@@ -91,7 +91,7 @@ def _cluster(
     user, hosts, path = _authority(rest)
     kwargs = _arguments(scheme, f"{user}{hosts[0]}{path}", query, options)
     if kwargs.pop("db", 0):
-        raise _IncompleteError("a database: a Cluster has only number 0")
+        raise _incomplete("a database: a Cluster has only number 0")
     kwargs["startup_nodes"] = [ClusterNode(*_address(host, _REDIS_PORT)) for host in hosts]  # type: ignore[no-untyped-call]
     # Follows a Cluster's changes for about half a second; a failover takes longer, and is left to the caller.
     kwargs["retry"] = Retry(ExponentialBackoff(cap=0.2, base=0.02), 5)
@@ -102,7 +102,7 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -
     user, hosts, path = _authority(rest)
     name, _, db = path.strip("/").partition("/")
     if not name:
-        raise _IncompleteError("no master name")
+        raise _incomplete("no master name")
     addresses = [_address(host, _SENTINEL_PORT) for host in hosts]
     tls = query.pop("ssl", "").lower() in {"1", "true", "yes"} or bool(options.get("ssl"))
     scheme = "rediss" if tls else "redis"
@@ -157,12 +157,12 @@ def _authority(rest: str) -> tuple[str, list[str], str]:
     user, at, hosts = authority.rpartition("@")
     found = [host for host in hosts.replace(";", ",").split(",") if host]
     if not found:
-        raise _IncompleteError("no host")
+        raise _incomplete("no host")
     return user + at, found, slash + path
 
 
 def _address(host: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{host}")
     if not parts.hostname:
-        raise _IncompleteError("no host")
+        raise _incomplete("no host")
     return parts.hostname, parts.port or default_port
