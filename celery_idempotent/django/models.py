@@ -5,6 +5,7 @@ from __future__ import annotations
 from django.db import models
 
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
+from celery_idempotent.stores.fields import LETTERS
 
 __all__ = ["Counter", "HighWaterMark", "IdempotencyRecord", "OutboxMessage", "Record", "Sweep"]
 
@@ -30,14 +31,7 @@ class Record(models.Model):
     #: Its first letter; R is released: as if there were no row, it only keeps the token.
     state = models.CharField(
         max_length=1,
-        choices=[
-            ("Q", "QUEUED"),
-            ("P", "PROCESSING"),
-            ("I", "INTERRUPTED"),
-            ("C", "COMPLETED"),
-            ("F", "FAILED"),
-            ("R", "released"),
-        ],
+        choices=[*((letter, state.name) for state, letter in LETTERS.items()), ("R", "released")],
     )
     #: Of the last claim: grows with every claim of the key, and is at least the time in microseconds.
     token = models.BigIntegerField()
@@ -57,7 +51,7 @@ class Record(models.Model):
     task_id = models.TextField()
     #: All other fields that are not as usual, in JSON.
     data = models.TextField()
-    #: Result or exception: one byte for its content types, then the body.
+    #: Result or exception, as it was serialized.
     value = models.BinaryField(null=True)
 
     class Meta:

@@ -69,35 +69,25 @@ class UpkeepContract(ContractBase):
         assert store.sweep(limit=10).interrupted == ()
         assert self.known(store, NAMES[:2]) == []
 
+    @pytest.mark.parametrize("on_stale", ["interrupt", "requeue"])
     def test_limited_sweeps_reach_everything_in_the_end(
-        self, store: Store, advance: Advance
+        self, store: Store, advance: Advance, on_stale: str
     ) -> None:
-        """A sweep that began at the start each time, and met ten records that it may not touch, would never come
-        further.
+        """After an outage there may be a million stale records. A sweep does a part, and asks to be called again. One
+        that began at the start each time, and met ten records that it may not touch, would never come further.
         """
         for name in NAMES:
-            self.claim(store, name)
+            self.claim(store, name, on_stale=on_stale, message=MESSAGE)
         advance(self.lease_ms + 1)
         swept: Counter[Identity] = Counter()
         for _ in range(10 * len(NAMES)):
-            report = store.sweep(limit=10)
-            assert len(report.interrupted) <= 10
-            swept.update(record.identity for record in report.interrupted)
+            report = store.sweep(limit=10, requeue_ms=self.lease_ms)
+            found = report.requeued if on_stale == "requeue" else report.interrupted
+            assert len(found) <= 10
+            swept.update(record.identity for record in found)
             if not report.more:
                 break
         assert swept == Counter(NAMES)
-
-    def test_sweeps_at_once_interrupt_each_record_once(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """Each interruption is reported to people and counted: exactly one sweep returns each record."""
-        for name in NAMES:
-            self.claim(store, name)
-        advance(self.lease_ms + 1)
-        reports = all_at_once(8, lambda _: store.sweep(limit=1000))
-        swept = Counter(record.identity for report in reports for record in report.interrupted)
-        assert swept == Counter(NAMES)
-        assert {record.crashes for record in self.known(store, NAMES)} == {1}
 
     def test_sweeps_and_claims_at_once_count_each_crash_once(
         self, store: Store, advance: Advance
@@ -211,33 +201,22 @@ class UpkeepContract(ContractBase):
         assert swept.steps == (("pay", VALUE),)
         assert self.claim(store).steps == swept.steps
 
-    def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
-        """Sweeps may overlap, and several machines may run one. Two copies of one message would do no harm; thousands
-        would.
+    @pytest.mark.parametrize("on_stale", ["interrupt", "requeue"])
+    def test_sweeps_at_once_return_each_record_once(
+        self, store: Store, advance: Advance, on_stale: str
+    ) -> None:
+        """Sweeps may overlap, and several machines may run one. Each interruption is told and counted; two copies of
+        one message would do no harm, thousands would.
         """
         for name in NAMES:
-            self.claim(store, name, on_stale="requeue", message=MESSAGE)
+            self.claim(store, name, on_stale=on_stale, message=MESSAGE)
         with crowd(8) as together:
-            for crashes in (1, 1):
+            for _ in range(2 if on_stale == "requeue" else 1):
                 advance(self.lease_ms + 1)
                 reports = together(lambda _: store.sweep(limit=1000, requeue_ms=self.lease_ms))
-                swept = Counter(record.identity for report in reports for record in report.requeued)
-                assert swept == Counter(NAMES)
-                assert {record.crashes for record in self.known(store, NAMES)} == {crashes}
+                swept = [
+                    each for report in reports for each in report.requeued + report.interrupted
+                ]
+                assert Counter(record.identity for record in swept) == Counter(NAMES)
+                assert {record.crashes for record in self.known(store, NAMES)} == {1}
                 advance(self.lease_ms)
-
-    def test_a_limited_sweep_says_that_there_is_more_to_requeue(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """After an outage there may be a million stale records. A sweep does a part, and asks to be called again."""
-        for name in NAMES:
-            self.claim(store, name, on_stale="requeue", message=MESSAGE)
-        advance(self.lease_ms + 1)
-        swept: Counter[object] = Counter()
-        for _ in range(10 * len(NAMES)):
-            report = store.sweep(limit=10, requeue_ms=self.lease_ms)
-            assert len(report.requeued) <= 10
-            swept.update(record.identity for record in report.requeued)
-            if not report.more:
-                break
-        assert swept == Counter(NAMES)

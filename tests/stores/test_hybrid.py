@@ -435,11 +435,8 @@ class TestOpening:
         ("url", "where"),
         [
             ("hybrid+redis://h:7000/3", "Redis at h:7000"),
-            ("hybrid+rediss://:secret@h/3", "Redis at h:6379"),
             ("hybrid+unix:///run/redis.sock?db=3", "Redis at /run/redis.sock"),
-            ("hybrid+sentinel://a;b:2/main/3", "Redis master main of Sentinel at a;b:2"),
             ("hybrid+redis+cluster://a:1,b", "Redis Cluster at a:1,b"),
-            ("hybrid+rediss+cluster://a:1", "Redis Cluster at a:1"),
         ],
     )
     def test_a_hybrid_url_opens_a_cache_before_a_database(self, url, where, use_alias):

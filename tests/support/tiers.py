@@ -68,19 +68,12 @@ settings.load_profile("tests")
 #: the same scripts, or a wrapper passes on the same calls; what the scripts decide is the whole contract's on Redis.
 SMOKE = frozenset(
     {
-        "test_a_forgotten_key_is_free_whatever_its_state_was",
-        "test_a_released_key_is_free",
         "test_a_renewed_lease_starts_anew",
         "test_a_settled_key_answers_with_its_record",
-        "test_a_settled_record_is_marked_as_delivered",
         "test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit",
-        "test_a_sweep_interrupts_what_is_stale",
-        "test_a_sweep_requeues_a_stale_record_with_its_message",
         "test_a_zombie_is_refused_by_every_verb",
-        "test_an_interrupted_record_stays_with_one_crash_more",
+        "test_a_verb_does_what_the_table_says",
         "test_an_operator_completes_what_failed",
-        "test_an_unclaimed_key_is_claimed",
-        "test_an_unclaimed_key_is_reserved",
         "test_any_printable_key_is_kept_as_it_is",
         "test_counters_add_up",
         "test_counts",

@@ -15,6 +15,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
+from celery_idempotent.stores.table import LIVE
 
 #: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.
@@ -24,10 +25,17 @@ DIGEST_BYTES = 16
 PRUNE_SLACK_MS = 3_600_000
 #: A key that was given back: as if there were no row, but for the token, which must not be given out twice.
 RELEASED = "R"
+
+
+def _any_of(*states: State) -> str:
+    letters = ", ".join(f"'{LETTERS[state]}'" for state in states)
+    return f"state IN ({letters})"
+
+
 #: What the partial index of unfinished and failed keys is of; SQLite takes it only by its own words.
-UNFINISHED = "state IN ('Q', 'P', 'I', 'F')"
+UNFINISHED = _any_of(*(state for state in State if state is not State.COMPLETED))
 #: A claim whose owner may settle it, whatever became of its lease; also one that a sweep failed: the token decides.
-OPEN = "(state IN ('Q', 'P', 'I') OR (state = 'F' AND data LIKE '%%\"swept\":true%%'))"
+OPEN = f"({_any_of(*LIVE)} OR (state = 'F' AND data LIKE '%%\"swept\":true%%'))"
 
 #: The columns that are written together, in this order.
 COLUMNS = (
