@@ -113,7 +113,7 @@ class Cache:
         self._link.close()
 
     def _name(self, identity: Identity) -> bytes:
-        return self._keys.locate(identity)[1]
+        return self._keys.of_record(identity)[0]
 
     def _try(self, *commands: Command) -> list[Reply] | None:
         """Return the answers, ``None`` if there is none: then the cache is left alone for a while."""

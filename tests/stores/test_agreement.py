@@ -41,7 +41,9 @@ pytestmark = pytest.mark.redis
 _names = Keyspace("x")
 _all = (Identity(namespace="charge", key=f"{n}") for n in itertools.count())
 #: In one bucket, so that both stores give out tokens from one high-water mark.
-IDENTITIES = list(itertools.islice((name for name in _all if _names.locate(name)[0] == 17), 3))
+IDENTITIES = list(
+    itertools.islice((name for name in _all if b"{17}" in _names.of_record(name)[0]), 3)
+)
 #: Redis' own clock goes on, and it decides what expires: hence every life ends half a minute away
 #: from any moment that the stopped clock reaches, while leases and deadlines may end right on it.
 MINUTE, HALF = 60_000, 30_000
@@ -79,7 +81,7 @@ class Agreement(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.memory: Any = MemoryStore(self.clock)
         self.redis: Any = RedisStore(self.url, prefix=prefix)
-        self.names = {name: self.redis._keys.locate(name)[1] for name in IDENTITIES}
+        self.names = {name: self.redis._keys.of_record(name)[0] for name in IDENTITIES}
         self.leases = self.redis._keys.index(LEASES)[17]
         self.link = FixedLink(self.redis._link, self.client, f"{prefix}-clock")
         self.redis._link = self.link  # type: ignore[assignment]

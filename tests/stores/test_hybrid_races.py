@@ -52,7 +52,7 @@ T = TypeVar("T")
 _names = Keyspace("x")
 _all = (Identity(namespace="charge", key=f"{n}") for n in itertools.count())
 #: Two in one bucket, and one in another.
-_first, _second = itertools.islice((i for i in _all if _names.locate(i)[0] == 17), 2)
+_first, _second = itertools.islice((i for i in _all if b"{17}" in _names.of_record(i)[0]), 2)
 IDENTITIES = [_first, _second, Identity(namespace="charge", key="elsewhere")]
 MINUTE = 60_000
 

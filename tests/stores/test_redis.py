@@ -49,7 +49,9 @@ class RedisContract(StoreContract):
         asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
         keys = (Identity(namespace="charge", key=f"order-{n}") for n in itertools.count())
         crafted = [
-            key for key in itertools.islice(keys, 300_000) if store._keys.locate(key)[0] == 7
+            key
+            for key in itertools.islice(keys, 300_000)
+            if b"{7}" in store._keys.of_record(key)[0]
         ]
         for key in crafted[:130]:
             store.claim(ClaimRequest(identity=key, **asked))

@@ -294,8 +294,8 @@ class TestCluster:
     def test_a_store_follows_a_slot_that_moves(self, store, cluster_nodes):
         """Before, during and after the move, each verb finds its keys."""
         record = claim(store)
-        bucket, name = store._keys.locate(KEY)
-        slot = cluster_nodes[0].client.execute_command("CLUSTER", "KEYSLOT", f"{bucket}")
+        name = store._keys.of_record(KEY)[0]
+        slot = cluster_nodes[0].client.execute_command("CLUSTER", "KEYSLOT", name)
         (source,) = [
             n for n in cluster_nodes if n.client.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot)
         ]

@@ -16,7 +16,7 @@ from celery_idempotent.stores.redis.format import (
     Keyspace,
     unpack,
 )
-from celery_idempotent.stores.redis.servers import Link, Reply, exchange, now_ms, pairs, plain
+from celery_idempotent.stores.redis.servers import Link, Reply, exchange, pairs, plain
 
 #: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
 _SUMMARY = b"2047"
@@ -31,14 +31,16 @@ _INDEXES = {State.FAILED: FAILURES, State.INTERRUPTED: INTERRUPTED}
 class Search:
     """The search for one page: the records found so far, and how many keys it has looked at."""
 
-    def __init__(self, link: Link, keys: Keyspace, selection: Selection, limit: int) -> None:
+    def __init__(
+        self, link: Link, keys: Keyspace, selection: Selection, *, limit: int, now_ms: int
+    ) -> None:
         self._link = link
         self._keys = keys
         self._selection = selection
         self._ends = tuple(f":{key}".encode() for key in selection.keys) or (b"",)
         self._other = tuple(STARTS[state] for state in State if state not in selection.wanted)
         self._limit = limit
-        self._now_ms = now_ms(link)
+        self._now_ms = now_ms
         self._found: list[Record] = []
         self._looked_at = 0
 

@@ -79,24 +79,18 @@ class Keyspace:
         #: The pattern by which ``SCAN`` finds all records and no index.
         self.pattern = prefix.translate(special).encode() + b":{*}:*"
 
-    def locate(self, identity: Identity) -> tuple[int, bytes]:
-        """Return the bucket and the name of the record.
+    def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
+        """Name the record, and its bucket's indexes of leases, failures and interrupted records.
 
         Namespace and scope are escaped and the key comes last, so two identities never share a name.
         """
         namespace, scope = _escape(identity.namespace), _escape(identity.scope)
         text = f"{namespace}:{scope}:{identity.key}".encode()
-        bucket = zlib.crc32(text) % BUCKETS
-        return bucket, self._heads[bucket] + b":" + text
-
-    def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
-        """Name the record, and its bucket's indexes of leases, failures and interrupted records."""
-        bucket, name = self.locate(identity)
-        head = self._heads[bucket]
-        return name, head + LEASES, head + FAILURES, head + INTERRUPTED
+        head = self._heads[zlib.crc32(text) % BUCKETS]
+        return head + b":" + text, head + LEASES, head + FAILURES, head + INTERRUPTED
 
     def identity(self, name: bytes) -> Identity:
-        """Return the identity that :meth:`locate` gave this name."""
+        """Return the identity of the record with this name."""
         text = name[len(self._start) :].partition(b"}:")[2].decode()
         namespace, scope, key = text.split(":", 2)
         return Identity(namespace=_unescape(namespace), scope=_unescape(scope), key=key)
@@ -122,8 +116,8 @@ def _unescape(part: str) -> str:
 HEAD = Struct(">cBQQHHQQB4s8s16s16s")
 #: No byte that a record of the first layout, with its flags here, could have.
 VERSION = 0xA1
-#: What a claim begins with while it runs: state, version and token.
-_OWN = Struct(">cBQ")
+#: Packs a token into what the record of its claim begins with while it runs.
+pack_own = functools.partial(Struct(">cBQ").pack, b"P", VERSION)
 #: What scripts append to the numbers that they know.
 _TAIL = Struct(">B4s8s16s16s")
 _TAIL_AT = HEAD.size - _TAIL.size
@@ -149,11 +143,6 @@ _of_record = attrgetter(*_OF_RECORD)
 def _bytes_of_uuid(task_id: str) -> bytes:
     """Return a UUID as bytes, ``b""`` for any other text: that of a settle is that of its claim."""
     return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
-
-
-def pack_own(token: int) -> bytes:
-    """Return what the record of the claim with this token begins with while it runs."""
-    return _OWN.pack(b"P", VERSION, token)
 
 
 def pack_tail(

@@ -141,7 +141,10 @@ class Server:
         return answers
 
     def _take(self) -> Any:
-        self._forget_after_fork()
+        if self._pid != os.getpid():
+            # After a fork these are copies of the parent's. redis-py closes them without shutting down the connection,
+            # which stays the parent's.
+            self._idle, self._pid = [], os.getpid()
         try:
             return self._idle.pop()
         except IndexError:
@@ -153,19 +156,12 @@ class Server:
         connection.connect()
         return connection
 
-    def _forget_after_fork(self) -> None:
-        # A child has copies of its parent's sockets. redis-py closes them without shutting down the connection, which
-        # stays the parent's.
-        if self._pid != os.getpid():
-            self._idle, self._pid = [], os.getpid()
-
     def nodes(self) -> Sequence[Any]:
         """Return the only one."""
         return (None,)
 
     def close(self) -> None:
         """Close the idle connections."""
-        self._forget_after_fork()
         # One by one, each popped by one thread only: others may be taking and closing as well.
         with contextlib.suppress(IndexError):
             while True:
@@ -343,12 +339,6 @@ def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
 def in_steps(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     """Yield the items, so many at a time."""
     return (items[at : at + size] for at in range(0, len(items), size))
-
-
-def now_ms(link: Link) -> int:
-    """Return the time by the clock of one server."""
-    ((seconds, micros),) = exchange(link, (plain(b"TIME", node=link.nodes()[0]),))
-    return int(seconds) * 1000 + int(micros) // 1000
 
 
 def facts_of(link: Link, node: Any) -> ServerFacts:

@@ -62,7 +62,6 @@ from celery_idempotent.stores.redis.servers import (
     exchange,
     facts_of,
     in_steps,
-    now_ms,
     pairs,
     plain,
 )
@@ -148,7 +147,8 @@ class RedisStore(Store):
         assert lease_ms is not None
         tail = pack_tail(asked.fields, attempt=asked.attempt)
         args = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms), STARTS[state], b"%d" % attempts
-        answer = self._send(_CLAIM.call(self._keys.of_record(identity)[:2], *args, tail))
+        call = _CLAIM.call(self._keys.of_record(identity)[:2], *args, tail)
+        (answer,) = exchange(self._link, (call,))
         if not isinstance(answer, bytes):
             return self._with(answer, identity, lambda look: self._take(verb, look, asked))
         token, now_ms = _STAMP.unpack(answer)
@@ -186,7 +186,7 @@ class RedisStore(Store):
         record, identity = request.record, request.record.identity
         answer: Reply = None
         if record.state is PROCESSING and request.restore and not request.note:
-            answer = self._send(self._end(request, result))
+            (answer,) = exchange(self._link, (self._end(request, result),))
             if isinstance(answer, bytes):
                 return _SETTLED[answer]
         asked = asked_to_settle(request)
@@ -224,13 +224,14 @@ class RedisStore(Store):
             return False
         no_record = b"", b"", b"", b""
         write = _END.call((result.key,), *no_record, result.payload, b"%d" % result.expires_s)
-        return bool(self._send(write) == b"stored")
+        return self._exchange(write) == [b"stored"]
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
         """Give the key back; in one trip where nothing stays of it."""
-        answer = self._send(_END.call(self._keys.of_record(identity)[:2], pack_own(token)))
+        call = _END.call(self._keys.of_record(identity)[:2], pack_own(token))
+        (answer,) = exchange(self._link, (call,))
         if isinstance(answer, bytes):
             return True
         asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
@@ -261,17 +262,15 @@ class RedisStore(Store):
         """Do a verb with what a script found, ``None`` for nothing yet; anew if somebody else wrote since."""
         highest = 0
         while True:
-            answer = answer or self._send(_CLAIM.call(self._keys.of_record(identity)[:1]))
+            if answer is None:
+                (answer,) = self._exchange(_CLAIM.call(self._keys.of_record(identity)[:1]))
             try:
                 return verb(RedisLook(identity, answer, self._swap, highest))
             except ChangedError as changed:
                 answer, highest = None, changed.highest
 
     def _swap(self, identity: Identity, args: tuple[bytes, ...]) -> Reply:
-        return self._send(_SWAP.call(self._keys.of_record(identity), *args))
-
-    def _send(self, command: Command) -> Reply:
-        return exchange(self._link, (command,))[0]
+        return self._exchange(_SWAP.call(self._keys.of_record(identity), *args))[0]
 
     def _exchange(self, *commands: Command) -> list[Reply]:
         return exchange(self._link, commands)
@@ -344,7 +343,7 @@ class RedisStore(Store):
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
         """Return about ``limit`` of the selected records."""
-        search = Search(self._link, self._keys, selection, limit)
+        search = Search(self._link, self._keys, selection, limit=limit, now_ms=self.now_ms())
         return search.scan(cursor, look_at) if selection.scans else search.walk(cursor, look_at)
 
     def stats(self) -> Stats:
@@ -372,7 +371,7 @@ class RedisStore(Store):
 
     def note_sweep(self) -> None:
         """Note that a sweep ended just now."""
-        self._send(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
+        self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         """Add to the counters of this hour."""
@@ -397,7 +396,8 @@ class RedisStore(Store):
 
     def now_ms(self) -> int:
         """Return the time by the clock of one server."""
-        return now_ms(self._link)
+        ((seconds, micros),) = self._exchange(plain(b"TIME", node=self._link.nodes()[0]))
+        return int(seconds) * 1000 + int(micros) // 1000
 
     def facts(self) -> Sequence[ServerFacts]:
         """Ask each server what concerns its records: version, eviction, persistence."""
