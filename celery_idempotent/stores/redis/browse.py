@@ -12,6 +12,7 @@ from celery_idempotent.stores.redis.format import (
     FAILURES,
     INTERRUPTED,
     LEASES,
+    MARK,
     STARTS,
     Keyspace,
     unpack,
@@ -116,23 +117,26 @@ class Search:
         return "".join(kind.decode()[1] for kind in self._kinds)
 
     def _entries(self, highest: int) -> Iterator[tuple[int, bytes]]:
-        """Yield scores and names in all indexes from a score on, 0 for the highest; marks are above any deadline."""
-        top = b"%d" % highest if highest else b"(1e14"
+        """Yield scores and names in all indexes from a score on, 0 for the highest."""
         indexes = [index for kind in self._kinds for index in self._keys.index(kind)]
         is_filtered = self._selection != Selection(states=self._selection.states)
         first = _SOME if is_filtered else _ALL + self._limit // 64
 
         def ask(some: Sequence[bytes], at: int, size: int) -> list[Reply]:
-            place = b"LIMIT", b"%d" % at, b"%d" % size, b"WITHSCORES"
-            how = (top, b"-inf", b"BYSCORE", b"REV", *place)
-            return exchange(self._link, [plain(b"ZRANGE", index, *how) for index in some])
+            # By rank from the top on: Redis need not look for the place.
+            how: tuple[bytes, ...] = (b"%d" % at, b"%d" % (at + size - 1), b"REV")
+            if highest:
+                how = b"%d" % highest, b"-inf", b"BYSCORE", b"REV", b"LIMIT", how[0], b"%d" % size
+            asks = [plain(b"ZRANGE", index, *how, b"WITHSCORES") for index in some]
+            return exchange(self._link, asks)
 
         def entries(index: bytes, told: Reply) -> Iterator[tuple[int, bytes]]:
             at, size = 0, first
             while True:
                 found = pairs(told)
                 for name, score in found:
-                    yield int(float(score)), name
+                    if name != MARK:
+                        yield int(float(score)), name
                 if len(found) < size:
                     return
                 at, size = at + size, _MORE
