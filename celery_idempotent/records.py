@@ -92,17 +92,15 @@ class Record:
     """What the store has about one key.
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
-    record (``None`` otherwise). ``worker`` is ``hostname:pid/id`` while a worker holds the key, and empty once it is
-    settled; the id tells machines that share a name apart. ``value`` is the result of a COMPLETED and the exception of
-    a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
-    another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
-    that the key was reserved before its message was published, ``uncommitted`` that this reservation is part of a
-    transaction which may still be rolled back; ``swept`` that a sweep ended the claim or settled
-    the record: its owner, if it still runs, may go on with its token. ``steps`` are the results of the steps that an
-    unfinished run recorded, in their order; ``message`` what to publish when it is requeued.
-    ``deadline_ms`` of a QUEUED record is when its message counts as lost.
-
-    ``note`` is who changed the record last as an operator, what they did, and why.
+    record, and when the message of a QUEUED one counts as lost. ``worker`` is ``hostname:pid/id`` while a worker holds
+    the key, and empty once it is settled; the id tells machines that share a name apart. ``value`` is the result of a
+    COMPLETED and the exception of a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task
+    ended with ``self.replace``: another task carries the task id on; ``delivered`` that the callbacks of the settled
+    task were sent; ``reserved`` that the key was reserved before its message was published, ``uncommitted`` that this
+    reservation is part of a transaction which may still be rolled back; ``swept`` that a sweep ended the claim or
+    settled the record: its owner, if it still runs, may go on with its token. ``steps`` are the results of the steps
+    that an unfinished run recorded, in their order; ``message`` what to publish when it is requeued; ``note`` who
+    changed the record last as an operator, what they did, and why.
     """
 
     identity: Identity
@@ -154,17 +152,12 @@ class Record:
     @property
     def deadline(self) -> datetime | None:
         """When the lease runs out, for a PROCESSING record."""
-        if self.deadline_ms is None:
-            return None
-        return _when(self.deadline_ms)
+        return None if self.deadline_ms is None else _when(self.deadline_ms)
 
     def stale(self, now_ms: int) -> bool:
         """Has the lease of this PROCESSING record run out at ``now_ms`` of the store's clock?"""
-        return (
-            self.state is State.PROCESSING
-            and self.deadline_ms is not None
-            and self.deadline_ms <= now_ms
-        )
+        over = self.deadline_ms is not None and self.deadline_ms <= now_ms
+        return over and self.state is State.PROCESSING
 
 
 # -- verbs: questions and answers --
@@ -215,10 +208,9 @@ class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
     Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
-    ``record`` stays as it is. Only with a ``record`` that was
-    FAILED, a FAILED one ends anew. ``swept``: a sweep says so, and the owner may still replace it.
-    ``note`` is the operator's who says so: the record keeps it, and gets a
-    new token, which refuses whoever still runs.
+    ``record`` stays as it is. Only with a ``record`` that was FAILED, a FAILED one ends anew. ``swept``: a sweep says
+    so, and the owner may still replace it. ``note`` is the operator's who says so: the record keeps it, and gets a new
+    token, which refuses whoever still runs.
     """
 
     record: Record

@@ -17,7 +17,7 @@ from celery import Celery, current_app
 from redis.credentials import UsernamePasswordCredentialProvider
 
 from celery_idempotent import stores
-from celery_idempotent.errors import InvalidOption, StoreMisconfigured
+from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import Identity
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
@@ -65,9 +65,6 @@ class TestURLs:
         assert store.prefix == "idem"
         assert "secret" not in repr(store)
 
-    def test_memory_opens_a_memory_store(self):
-        assert isinstance(open_store("memory://"), MemoryStore)
-
     @pytest.mark.parametrize(
         "url", ["redis://h/1", "unix:///s", "sentinel://h/main", "redis+cluster://h"]
     )
@@ -107,10 +104,6 @@ class TestURLs:
         while error is not None:
             assert "hunter2" not in str(error)
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-    def test_braces_in_the_prefix_are_refused(self):
-        with pytest.raises(StoreMisconfigured, match="braces"):
-            open_store("redis://h?prefix={x}")
 
     def test_nothing_optional_is_imported_before_it_is_asked_for(self):
         code = (

@@ -10,11 +10,11 @@ from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import sweep
 from celery_idempotent.celery.checks import check_or_raise
-from celery_idempotent.errors import InvalidOption, StoreMisconfigured
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing import FakeClock, isolated_records
+from celery_idempotent.testing import FakeClock
 
 
 def _forwarded(verb: str) -> Any:
@@ -85,25 +85,3 @@ def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(
         task.apply(throw=True)
     with pytest.raises(NotImplementedError, match="no transactions"):
         store.transaction(None)
-
-
-def test_records_of_a_test_are_in_memory_instead(app: Celery, store: Any) -> None:
-    with isolated_records(app) as isolated:
-        assert isinstance(isolated, MemoryStore)
-    assert get_store(app) is store
-
-
-def test_one_without_a_verb_cannot_be_made() -> None:
-    class NoPrune(OwnStore):  # type: ignore[misc]
-        prune = Store.prune
-
-    with pytest.raises(TypeError, match=r"abstract.* '?prune\b"):
-        NoPrune(MemoryStore())
-
-
-def test_what_is_no_store_is_refused(app: Celery) -> None:
-    app.conf.idempotency_store = object()
-    with pytest.raises(
-        InvalidOption, match=r"a subclass of celery_idempotent\.stores\.base\.Store"
-    ):
-        get_store(app)
