@@ -11,10 +11,7 @@ import pytest
 import redis
 
 from celery_idempotent.records import (
-    ClaimRequest,
     Identity,
-    ReserveRequest,
-    SettleRequest,
     State,
 )
 from celery_idempotent.stores.redis.store import RedisStore
@@ -22,10 +19,9 @@ from tests.contract import StoreContract
 from tests.stores.beyond import doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
+from tests.stores.verbs import KEY, claim, reserve, settle
 
 pytestmark = pytest.mark.redis
-
-KEY = Identity(namespace="charge", key="order-17")
 
 
 class RedisContract(StoreContract):
@@ -46,7 +42,6 @@ class RedisContract(StoreContract):
         self, store, advance
     ):
         """A client that chooses its keys can put them all into one bucket."""
-        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
         keys = (Identity(namespace="charge", key=f"order-{n}") for n in itertools.count())
         crafted = [
             key
@@ -54,7 +49,7 @@ class RedisContract(StoreContract):
             if b"{7}" in store._keys.of_record(key)[0]
         ]
         for key in crafted[:130]:
-            store.claim(ClaimRequest(identity=key, **asked))
+            claim(store, key, keep_ms=60_000)
         advance(60_001)
         first = store.sweep(limit=120)
         assert (len(first.interrupted), first.more) == (120, True)
@@ -79,21 +74,15 @@ class TestRedis(RedisContract):
         doubles_ten_times(store, advance)
 
     def test_the_token_of_a_reservation_given_back_is_not_given_out_again(self, store, stop_at):
-        now_ms, asked = time.time_ns() // 1_000_000, {"lease_ms": 60_000, "keep_ms": 60_000}
+        now_ms = time.time_ns() // 1_000_000
         stop_at(now_ms)
-        message = ReserveRequest(identity=KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
-        first = store.reserve(message).record
+        first = reserve(store).record
         assert store.release(KEY, token=first.token)
         stop_at(now_ms - 1_000)
-        claim = ClaimRequest(identity=KEY, attempt=b"attempt1", **asked)
-        assert store.claim(claim).record.token > first.token
+        assert claim(store).token > first.token
 
     def test_a_prune_leaves_the_index_of_what_is_kept(self, store):
-        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
-        record = store.claim(ClaimRequest(identity=KEY, **asked)).record
-        assert store.settle(
-            SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=60_000)
-        )
+        assert settle(store, claim(store), State.FAILED)
         assert store.prune(limit=100) == 0
         assert store.stats().failed == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -10,17 +9,15 @@ import pytest
 import redis
 
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Identity,
     Selection,
-    SettleRequest,
     State,
     Stored,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.redis.format import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.stores.verbs import claim, settle
 
 pytestmark = pytest.mark.redis
 
@@ -37,17 +34,6 @@ def in_one_bucket(count: int) -> list[Identity]:
             found.append(identity)
         n += 1
     return found
-
-
-def claim(store: RedisStore, identity: Identity, *, complete: bool = False) -> None:
-    answer = store.claim(
-        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=120_000)
-    )
-    assert isinstance(answer, Claimed)
-    if complete:
-        store.settle(
-            SettleRequest(record=answer.record, state=State.COMPLETED, value=None, keep_ms=120_000)
-        )
 
 
 def all_keys(store: RedisStore, selection: Selection, **how: Any) -> list[str]:
@@ -84,7 +70,7 @@ def test_nor_when_a_step_gives_its_keys_in_another_order_the_next_time(private_r
     wanted = [f"{n}" for n in range(100)]
     try:
         for key in wanted:
-            claim(store, Identity(namespace="charge", key=key), complete=True)
+            settle(store, claim(store, Identity(namespace="charge", key=key)))
         store._link = AnyOrder(store._link)  # type: ignore[assignment]
         pages, cursor = [], ""
         while cursor or not pages:
@@ -101,8 +87,8 @@ def test_nor_when_a_step_gives_its_keys_in_another_order_the_next_time(private_r
 def test_other_keys_of_the_server_are_not_ours(redis_url, prefix, redis_client: redis.Redis):
     ours, theirs = (RedisStore(redis_url, prefix=f"{prefix}{end}") for end in ("[a]*", "a"))
     try:
-        claim(ours, Identity(namespace="charge", key="{ours}:x"), complete=True)
-        claim(theirs, Identity(namespace="charge", key="theirs"), complete=True)
+        settle(ours, claim(ours, Identity(namespace="charge", key="{ours}:x")))
+        settle(theirs, claim(theirs, Identity(namespace="charge", key="theirs")))
         redis_client.set(f"{prefix}[a]*:notes", "no record", ex=60)
         assert all_keys(ours, Selection()) == ["{ours}:x"]
         assert all_keys(theirs, Selection()) == ["theirs"]
@@ -120,15 +106,8 @@ def test_what_an_index_still_names_and_is_gone_is_passed_over(redis_store, redis
 
 
 def test_a_large_result_does_not_travel(redis_store):
-    identity = Identity(namespace="charge", key="large")
-    answer = redis_store.claim(
-        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
-    )
-    value = b"x" * 1_000_000
-    stored = Stored(content_type="text/plain", content_encoding="utf-8", body=value)
-    redis_store.settle(
-        SettleRequest(record=answer.record, state=State.COMPLETED, value=stored, keep_ms=60_000)
-    )
+    stored = Stored(content_type="text/plain", content_encoding="utf-8", body=b"x" * 1_000_000)
+    settle(redis_store, claim(redis_store, Identity(namespace="charge", key="large")), value=stored)
     read = []
     exchange = redis_store._link.exchange
 
@@ -146,10 +125,7 @@ INTERRUPTED = Selection(states=frozenset({State.INTERRUPTED}))
 
 
 def interrupt(store: RedisStore, identity: Identity) -> None:
-    claim(store, identity)
-    record = store.get(identity)
-    assert record is not None
-    assert store.interrupt(identity, token=record.token)
+    assert store.interrupt(identity, token=claim(store, identity).token)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])

@@ -18,44 +18,18 @@ import redis
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Claimed,
-    ClaimRequest,
     Held,
     Identity,
-    Renewal,
     Reserved,
-    ReserveRequest,
     Settled,
-    SettleRequest,
     State,
-    Stored,
 )
 from celery_idempotent.stores.redis.servers import SCRIPTS
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.stores.verbs import KEY, LEASE_MS, VALUE, ask, claim, renew, reserve, settle
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.redis
-
-KEY = Identity(namespace="charge", key="order-17")
-LEASE_MS = 60_000
-KEEP_MS = 120_000
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
-
-
-def ask(store: RedisStore, identity: Identity = KEY, **changes):
-    asked = {"attempt": os.urandom(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS}
-    return store.claim(ClaimRequest(identity=identity, **{**asked, **changes}))
-
-
-def claim(store: RedisStore, identity: Identity = KEY, **changes):
-    answer = ask(store, identity, **changes)
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
-def complete(store: RedisStore, record, value=VALUE):
-    return store.settle(
-        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
-    )
 
 
 @pytest.fixture
@@ -96,13 +70,13 @@ class TestLostAnswers:
         record = claim(store, attempt=mine)
         assert redis_proxy.swallowed == 1
         assert (record.attempts, record.crashes) == (1, 0)
-        assert complete(store, record)
+        assert settle(store, record)
         store.close()
 
     def test_a_settle_is_written_once(self, redis_proxy, proxied):
         record = claim(proxied)
         redis_proxy.swallow_replies(b"order-17")
-        assert complete(proxied, record)
+        assert settle(proxied, record)
         assert redis_proxy.swallowed == 1
         answer = ask(proxied)
         assert isinstance(answer, Settled)
@@ -111,8 +85,7 @@ class TestLostAnswers:
     def test_a_renew_is_true(self, redis_proxy, proxied):
         record = claim(proxied)
         redis_proxy.swallow_replies(b"order-17")
-        lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
-        assert proxied.renew([lease]) == [True]
+        assert renew(proxied, record) == [True]
         assert redis_proxy.swallowed == 1
 
     def test_a_release_leaves_the_key_free(self, redis_proxy, proxied):
@@ -136,15 +109,12 @@ class TestLostAnswers:
         assert (found.state, found.crashes) == (State.INTERRUPTED, 2)
 
     def test_a_reservation_gets_its_token_again(self, redis_proxy, proxied):
-        asked = {"deadline_ms": 1, "keep_ms": KEEP_MS}
-        proxied.reserve(ReserveRequest(identity=KEY, task_id="first", **asked))
+        reserve(proxied, task_id="first", deadline_ms=1)
         time.sleep(0.01)
         for task_id in ("first", "another"):
             redis_proxy.swallow_replies(b"order-17")
             # Past its deadline the second one gets it, and it is not held for himself.
-            answer = proxied.reserve(
-                ReserveRequest(identity=KEY, task_id=task_id, deadline_ms=50, keep_ms=KEEP_MS)
-            )
+            answer = reserve(proxied, task_id=task_id, deadline_ms=50)
             assert isinstance(answer, Reserved)
             assert answer.record.task_id == "first"
             time.sleep(0.06)
@@ -155,15 +125,13 @@ class TestLostAnswers:
         redis_proxy.swallow_replies(b"order-17")
         assert proxied.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
         assert proxied.get(KEY).steps == (("pay", VALUE),)
-        assert complete(proxied, record)
+        assert settle(proxied, record)
         redis_proxy.swallow_replies(b"order-17")
         assert proxied.mark_delivered(KEY, token=record.token)
         assert redis_proxy.swallowed == 2
 
     def test_what_a_retry_releases_is_queued(self, redis_proxy, proxied):
-        proxied.reserve(
-            ReserveRequest(identity=KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
-        )
+        reserve(proxied)
         record = claim(proxied)
         redis_proxy.swallow_replies(b"order-17")
         assert proxied.release(KEY, token=record.token, requeue_ms=LEASE_MS)
@@ -218,8 +186,7 @@ class TestSwaps:
         another.close()
 
     def test_a_key_that_was_reserved_without_a_message_waits_for_its_retry(self, store):
-        asked = {"deadline_ms": LEASE_MS, "keep_ms": KEEP_MS}
-        store.reserve(ReserveRequest(identity=KEY, task_id="id", **asked))
+        reserve(store)
         assert store.release(KEY, token=claim(store).token, requeue_ms=LEASE_MS)
         assert store.get(KEY).state is State.QUEUED
 
@@ -255,7 +222,7 @@ class TestConnections:
         redis_proxy.refuse()
         for verb in (
             lambda: ask(proxied),
-            lambda: complete(proxied, record),
+            lambda: settle(proxied, record),
             lambda: proxied.get(KEY),
             lambda: proxied.sweep(limit=10),
             lambda: proxied.prune(limit=10),
@@ -265,7 +232,7 @@ class TestConnections:
                 verb()
             assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
         redis_proxy.heal()
-        assert complete(proxied, record)
+        assert settle(proxied, record)
 
     def test_a_frozen_server_is_waited_for_no_longer_than_the_timeout(self, private_redis):
         store = RedisStore(private_redis.url() + "?socket_timeout=0.2")
@@ -294,26 +261,20 @@ class TestScripts:
     def test_a_server_that_lost_the_scripts_gets_them_again(self, store, direct):
         record = claim(store)
         direct.script_flush()
-        lease = Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
         others = [claim(store, Identity(namespace="n", key=f"{n}")) for n in range(5)]
         direct.script_flush()
-        leases = [
-            Renewal(identity=each.identity, token=each.token, lease_ms=1, keep_ms=KEEP_MS)
-            for each in others
-        ]
-        assert store.renew([lease, *leases]) == [True] * 6
+        assert renew(store, record, *others, lease_ms=1) == [True] * 6
         time.sleep(0.01)
         direct.script_flush()
         assert len(store.sweep(limit=10).interrupted) == 6
         direct.script_flush()
-        assert complete(store, record)
+        assert settle(store, record)
 
     def test_a_flush_between_claim_and_settle_loses_no_result(self, store, direct):
         record = claim(store)
         direct.flushall()
-        lease = Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
-        assert store.renew([lease]) == [False]
-        assert complete(store, record)
+        assert renew(store, record, lease_ms=1) == [False]
+        assert settle(store, record)
         assert store.get(KEY).value == VALUE
 
     def test_a_flush_and_a_new_claim_refuse_the_first(self, store, direct):
@@ -321,7 +282,7 @@ class TestScripts:
         direct.flushall()
         newer = claim(store)
         assert newer.token > record.token
-        assert not complete(store, record)
+        assert not settle(store, record)
         assert store.get(KEY) == newer
 
 
@@ -346,7 +307,7 @@ class TestForks:
             assert store.get(identity) is not None
         for pid in children:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert complete(store, record)
+        assert settle(store, record)
         assert store._link._idle
 
 
@@ -429,9 +390,7 @@ class TestRefusals:
             message=b"x" * 1000,
         )
         retried = Identity(namespace="n", key="retried")
-        store.reserve(
-            ReserveRequest(identity=retried, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
-        )
+        reserve(store, retried)
         token = claim(store, retried).token
         time.sleep(0.01)
         used = direct.info("memory")["used_memory"]
@@ -442,24 +401,16 @@ class TestRefusals:
                 ask(store, Identity(namespace="n", key="n"))
             # There is no room for a note of it.
             assert isinstance(ask(store, KEY), Held)
-            lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
-            assert store.renew([lease]) == [True]
+            assert renew(store, record) == [True]
             with pytest.raises(StoreUnavailable, match=r"memory|OOM"):
-                store.reserve(
-                    ReserveRequest(
-                        identity=Identity(namespace="n", key="n"),
-                        task_id="id",
-                        deadline_ms=1,
-                        keep_ms=1,
-                    )
-                )
+                reserve(store, Identity(namespace="n", key="n"))
             report = store.sweep(limit=10)
             assert [each.token for each in report.interrupted] == [swept.token]
             assert [each.token for each in report.requeued] == [again.token]
             assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
             assert store.release(retried, token=token, requeue_ms=LEASE_MS)
             assert store.get(retried).state is State.QUEUED
-            assert complete(store, record)
+            assert settle(store, record)
             assert store.mark_delivered(KEY, token=record.token)
             assert store.get(KEY).value == VALUE
         finally:

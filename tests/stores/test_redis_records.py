@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -11,28 +10,21 @@ import redis
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
-    Claimed,
     ClaimRequest,
     Identity,
-    Record,
     Renewal,
     ReserveRequest,
     Selection,
-    SettleRequest,
     State,
-    Stored,
 )
 from celery_idempotent.stores.redis.format import BUCKETS, MARK
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
+from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, claim, renew, settle
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
-KEY = Identity(namespace="charge", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
-LEASE_MS = 60_000
-KEEP_MS = 120_000
 #: Its second byte were flags: a claim with a fingerprint could be taken for a record of version 1.
 FIRST_LAYOUT = b"P\1" + bytes(81) + b"\n"
 
@@ -45,30 +37,6 @@ def advance(redis_store: RedisStore, redis_client: redis.Redis) -> Shift:
 @pytest.fixture
 def names(redis_store: RedisStore):
     return redis_store._keys.of_record(KEY)
-
-
-def claim(
-    store: RedisStore, identity: Identity = KEY, lease_ms: int = LEASE_MS, **changes: Any
-) -> Record:
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
-def fail(store: RedisStore, record: Record) -> None:
-    assert store.settle(
-        SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=KEEP_MS)
-    )
-
-
-def complete(store: RedisStore, record: Record) -> None:
-    assert store.settle(
-        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
-    )
 
 
 def indexes(client: Any, names) -> tuple[dict[bytes, float], dict[bytes, float]]:
@@ -102,7 +70,7 @@ def test_a_reservation_made_again_moves_the_deadline(redis_store, redis_client, 
 def test_a_failed_record_is_indexed_until_its_retention_ends(
     redis_store, redis_client, names, advance
 ):
-    fail(redis_store, claim(redis_store))
+    settle(redis_store, claim(redis_store), State.FAILED)
     ends = redis_store.get(KEY).updated_ms + KEEP_MS
     assert indexes(redis_client, names) == ({}, {names[0]: ends})
     advance(KEEP_MS + 1)
@@ -112,7 +80,7 @@ def test_a_failed_record_is_indexed_until_its_retention_ends(
 
 def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, redis_client, names):
     """Between its look and its write another prune drops what both have seen."""
-    fail(redis_store, claim(redis_store))
+    settle(redis_store, claim(redis_store), State.FAILED)
     redis_client.zadd(names[2], {"gone": 1})
     exchange = redis_store._link.exchange
 
@@ -157,13 +125,13 @@ def test_sweeps_with_a_limit_begin_anywhere(redis_store):
 
 
 def test_a_failed_record_that_is_forgotten_leaves_the_index(redis_store, redis_client, names):
-    fail(redis_store, claim(redis_store))
+    settle(redis_store, claim(redis_store), State.FAILED)
     redis_store.forget(KEY)
     assert indexes(redis_client, names) == ({}, {})
 
 
 def test_a_failed_record_that_is_claimed_anew_counts_no_more(redis_store, advance):
-    fail(redis_store, claim(redis_store))
+    settle(redis_store, claim(redis_store), State.FAILED)
     advance(KEEP_MS + 1)
     claim(redis_store)
     assert redis_store.stats().failed == 0
@@ -183,11 +151,11 @@ def test_a_sweep_drops_the_entry_of_a_record_that_expired(
     assert redis_client.exists(names[0], names[2]) == 0
 
 
-@pytest.mark.parametrize("end", [complete, fail])
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
 def test_a_sweep_drops_the_entry_of_a_record_that_is_not_processing(
-    redis_store, redis_client, names, end
+    redis_store, redis_client, names, state
 ):
-    end(redis_store, claim(redis_store))
+    settle(redis_store, claim(redis_store), state)
     found = redis_store.get(KEY)
     redis_client.zadd(names[1], {names[0]: 1})
     assert redis_store.sweep(limit=10).interrupted == ()
@@ -207,7 +175,7 @@ def test_only_the_high_water_mark_of_a_bucket_stays_for_ever(
 ):
     for n in range(5):
         claim(redis_store, Identity(namespace="charge", key=f"{n}"))
-        complete(redis_store, claim(redis_store, Identity(namespace="charge", key=f"c{n}")))
+        settle(redis_store, claim(redis_store, Identity(namespace="charge", key=f"c{n}")))
     for name in redis_client.scan_iter(match=f"{prefix}*"):
         assert redis_client.pttl(name) > 0 or name.endswith(b"!leases")
     advance(LEASE_MS + KEEP_MS + 1)
@@ -250,15 +218,14 @@ def test_a_flushed_high_water_mark_is_made_good_by_the_record_itself(
 def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, names, foreign):
     record = claim(redis_store)
     redis_client.set(names[0], foreign, px=KEEP_MS)
-    lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
     message = ReserveRequest(identity=KEY, task_id="id", deadline_ms=1000, keep_ms=KEEP_MS)
     for verb in (
         lambda: redis_store.get(KEY),
         lambda: claim(redis_store),
         lambda: redis_store.reserve(message),
         lambda: redis_store.requeue(KEY, deadline_ms=1000),
-        lambda: redis_store.renew([lease]),
-        lambda: complete(redis_store, record),
+        lambda: renew(redis_store, record),
+        lambda: settle(redis_store, record),
         lambda: redis_store.release(KEY, token=record.token),
         lambda: redis_store.forget(KEY),
     ):

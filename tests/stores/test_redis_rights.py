@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 import pytest
@@ -11,17 +10,12 @@ import pytest
 from celery_idempotent.celery.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Identity,
-    Renewal,
-    ReserveRequest,
-    SettleRequest,
     State,
-    Stored,
 )
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, redis_binary, running
+from tests.stores.verbs import VALUE, claim, renew, reserve, settle
 from tests.support.admin import make_app
 
 pytestmark = pytest.mark.redis
@@ -31,7 +25,6 @@ RIGHTS = (
     *("evalsha", "eval", "get", "getrange", "set", "setrange", "del", "pexpire", "pttl", "time"),
     *("zadd", "zrem", "zrangebyscore", "zremrangebyscore", "hincrby", "expire"),
 )
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 
 
 @pytest.fixture(scope="module")
@@ -59,84 +52,68 @@ def store_with(server: Server):
     server.client.flushall()
 
 
-def claimed(store, key, lease_ms=60_000):
-    answer = store.claim(
-        ClaimRequest(identity=key, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=60_000)
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
-def reserved(store, key):
-    asked = ReserveRequest(
-        identity=key, task_id="a", deadline_ms=60_000, keep_ms=60_000, message=b"message"
-    )
-    return store.reserve(asked).record
-
-
 def settled(store, key, state):
-    record = claimed(store, key)
-    store.settle(SettleRequest(record=record, state=state, value=VALUE, keep_ms=60_000))
+    record = claim(store, key)
+    settle(store, record, state)
     store.mark_delivered(key, token=record.token)
 
 
 def released(store, key):
-    store.release(key, token=claimed(store, key).token)
+    store.release(key, token=claim(store, key).token)
 
 
 def released_with_a_step(store, key):
-    record = claimed(store, key)
+    record = claim(store, key)
     store.checkpoint(key, token=record.token, name="step", value=VALUE)
     store.release(key, token=record.token)
 
 
 def renewed(store, key):
-    lease = Renewal(identity=key, token=claimed(store, key).token, lease_ms=60_000, keep_ms=60_000)
-    store.renew([lease])
+    renew(store, claim(store, key))
 
 
 def retried(store, key):
-    reserved(store, key)
-    store.release(key, token=claimed(store, key).token, requeue_ms=60_000)
+    reserve(store, key, message=b"message")
+    store.release(key, token=claim(store, key).token, requeue_ms=60_000)
 
 
 def interrupted(store, key):
-    store.interrupt(key, token=claimed(store, key).token)
+    store.interrupt(key, token=claim(store, key).token)
 
 
 def claimed_again(store, key):
     interrupted(store, key)
-    claimed(store, key)
+    claim(store, key)
 
 
 def requeued(store, key):
-    reserved(store, key)
-    record = claimed(store, key)
+    reserve(store, key, message=b"message")
+    record = claim(store, key)
     store.interrupt(key, token=record.token)
     store.requeue(key, deadline_ms=60_000)
 
 
 def swept(store, key):
-    claimed(store, key, lease_ms=1)
+    claim(store, key, lease_ms=1)
     time.sleep(0.01)
     store.sweep(limit=10)
 
 
 def forgotten(store, key):
-    claimed(store, key)
+    claim(store, key)
     store.forget(key)
 
 
 def pruned(store, key):
-    record = claimed(store, key)
-    store.settle(SettleRequest(record=record, state=State.FAILED, value=VALUE, keep_ms=1))
+    record = claim(store, key)
+    settle(store, record, State.FAILED, keep_ms=1)
     time.sleep(0.01)
     store.prune(limit=10)
 
 
 LIVES = {
-    "claimed": claimed,
-    "reserved": reserved,
+    "claimed": claim,
+    "reserved": reserve,
     "completed": lambda store, key: settled(store, key, State.COMPLETED),
     "failed": lambda store, key: settled(store, key, State.FAILED),
     "released": released,
@@ -184,7 +161,7 @@ def test_without_a_right_a_record_is_whole_or_absent(store_with, server, missing
 @pytest.mark.parametrize("missing", [right for right in RIGHTS if right not in ("evalsha", "eval")])
 def test_a_check_names_the_missing_right(store_with, server, missing):
     with contextlib.closing(RedisStore(server.url)) as admin:
-        claimed(admin, Identity(namespace="charge", key="order-17"))
+        claim(admin, Identity(namespace="charge", key="order-17"))
     store = store_with(*(right for right in RIGHTS if right != missing))
     (finding,) = (each for each in check_store(make_app(store)) if each.id == "E006")
     assert f"refuses its user {missing.upper()}" in finding.problem

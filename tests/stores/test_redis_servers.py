@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import time
@@ -17,58 +16,35 @@ import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Held,
     Identity,
-    Renewal,
     Reserved,
-    ReserveRequest,
     Selection,
     Settled,
-    SettleRequest,
     State,
-    Stored,
 )
 from celery_idempotent.stores import open_store as open_any_store
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, free_port, redis_binary, running, sentinel, valkey_binary
+from tests.stores.verbs import KEY, LEASE_MS, VALUE, ask, claim, renew, reserve, settle
 from tests.support.servers import need
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
-
-KEY = Identity(namespace="charge", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
-LEASE_MS = 60_000
-KEEP_MS = 120_000
 
 
 def open_store(url: str) -> Any:
     return open_any_store(url)
 
 
-def claim(store, identity=KEY, lease_ms=LEASE_MS, **changes):
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
 def use(store):
     """Use every verb, so that every script runs."""
     record = claim(store)
     assert isinstance(
-        store.claim(
-            ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
-        ),
+        ask(store),
         Held,
     )
-    lease = Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
-    assert store.renew([lease]) == [True]
+    assert renew(store, record, lease_ms=1) == [True]
     time.sleep(0.005)
     assert [swept.identity for swept in store.sweep(limit=10).interrupted] == [KEY]
     record = claim(store)
@@ -76,16 +52,12 @@ def use(store):
     record = claim(store)
     assert store.release(KEY, token=record.token)
     record = claim(store)
-    assert store.settle(SettleRequest(record=record, state=State.FAILED, value=VALUE, keep_ms=1))
+    assert settle(store, record, State.FAILED, keep_ms=1)
     time.sleep(0.005)
     assert store.prune(limit=10) == 1
     record = claim(store)
-    assert store.settle(
-        SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
-    )
-    answer = store.claim(
-        ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
-    )
+    assert settle(store, record)
+    answer = ask(store)
     assert isinstance(answer, Settled)
     assert answer.record.value == VALUE
     assert store.mark_delivered(KEY, token=record.token)
@@ -97,9 +69,7 @@ def use(store):
 def use_reserved(store):
     """Use the verbs of reserved keys, steps and messages, so that every script runs."""
     assert isinstance(
-        store.reserve(
-            ReserveRequest(identity=KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
-        ),
+        reserve(store),
         Reserved,
     )
     record = claim(store, lease_ms=1, on_stale="requeue", message=b"{}")
@@ -311,14 +281,11 @@ class TestCluster:
         source.client.migrate("127.0.0.1", target.port, keys, 0, 5000)
         # The slot is the source's still, and asks for everything to be looked up at the target.
         assert store.get(KEY) == record
-        lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
-        assert store.renew([lease]) == [True]
+        assert renew(store, record) == [True]
         for node in (target, source):
             node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])
-        assert store.renew([lease]) == [True]
-        assert store.settle(
-            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
-        )
+        assert renew(store, record) == [True]
+        assert settle(store, record)
         assert store.get(KEY).value == VALUE
         assert target.client.exists(name)
 
@@ -362,11 +329,7 @@ class TestSentinel:
 
             def settled():
                 try:
-                    return store.settle(
-                        SettleRequest(
-                            record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS
-                        )
-                    )
+                    return settle(store, record)
                 except StoreUnavailable:
                     return False
 
