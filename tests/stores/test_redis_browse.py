@@ -103,6 +103,7 @@ def test_what_an_index_still_names_and_is_gone_is_passed_over(redis_store, redis
     claim(redis_store, there)
     redis_client.delete(redis_store._keys.of_record(gone)[0])
     assert all_keys(redis_store, PROCESSING) == [there.key]
+    assert redis_store.list(PROCESSING).looked_at == 2
 
 
 def test_a_large_result_does_not_travel(redis_store):

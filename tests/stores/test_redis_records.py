@@ -124,6 +124,17 @@ def test_sweeps_with_a_limit_begin_anywhere(redis_store):
     assert first == set(found.values())
 
 
+def test_a_key_that_is_given_back_leaves_the_index(redis_store, redis_client, names):
+    assert redis_store.release(KEY, token=claim(redis_store).token)
+    assert indexes(redis_client, names) == ({}, {})
+
+
+def test_a_prune_keeps_to_its_limit(redis_store, redis_client):
+    for index in redis_store._keys.index(b"!failures")[:50]:
+        redis_client.zadd(index, {"gone": 1})
+    assert [redis_store.prune(limit=20) for _ in range(4)] == [20, 20, 10, 0]
+
+
 def test_a_failed_record_that_is_forgotten_leaves_the_index(redis_store, redis_client, names):
     settle(redis_store, claim(redis_store), State.FAILED)
     redis_store.forget(KEY)

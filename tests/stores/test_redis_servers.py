@@ -348,6 +348,7 @@ class TestSentinel:
         ):
             store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
             use(store)
+            assert store.get(KEY) is None  # leaves an idle connection
             wait_for(lambda: _failed_over(watcher), 60, "the sentinel to know its replica")
             ask = partial(watcher.client.execute_command, "SENTINEL MASTER", "main")
             wait_for(lambda: ask()["port"] == replica.port, 15)
