@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import click
@@ -93,21 +95,15 @@ def list_command(session: Session, limit: int, as_json: bool, **given: Any) -> N
     other, until --limit is reached.
     """
     selection = session.selection(given)
-    found: list[Record] = []
-    now_ms, more = 0, False
-    for page in finding.pages(session.store, selection):
-        now_ms = page.now_ms
-        left = limit - len(found)
-        found += page.records[:left]
-        more = len(page.records) > left or (len(found) == limit and bool(page.cursor))
-        if len(found) == limit:
-            break
+    records = (each for page in finding.pages(session.store, selection) for each in page.records)
+    found = list(islice(records, limit))
+    now_ms = session.store.now_ms()
     if as_json:
         for record in found:
             write_json(object_of(session, record, now_ms))
     elif found:
         write_records(session, found, now_ms)
-    if more:
+    if len(found) == limit:
         note(f"The first {limit}. There may be more: --limit takes a larger number.")
     elif not found:
         left_out = "" if selection.scans else " COMPLETED ones are listed with --state COMPLETED."
@@ -202,13 +198,7 @@ def show_command(
             "on_stale": record.on_stale,
             "message": record.message is not None,
             "steps": [name for name, _ in record.steps],
-            "explanation": {
-                "headline": story.headline,
-                "past": story.past,
-                "future": story.future,
-                "live": story.live,
-                "choices": [choice._asdict() for choice in story.choices],
-            },
+            "explanation": asdict(story) | {"choices": [each._asdict() for each in story.choices]},
             "elsewhere": [object_of(session, each, now_ms) for each in others.records],
         }
         if shown is not None:

@@ -2,13 +2,10 @@
 
 ::
 
-    find ─ sort: to be done, held, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
+    find ─ sort: apply, held, skip ─ preview ─ ask ─ do each ─ summary, exit code
 
 Each is done to the record as it was found, by its token and its state: a record that has changed during the question is
 left alone. Only ``complete`` has no ``--all``, since a value belongs to one key.
-
-Exit codes are for scripts: 0 if all of it was done, ``FOUND`` if something was left alone, ``UNREACHABLE`` if the store
-did not answer for a record, so that nobody knows whether that one was done.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import getpass
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,7 +50,7 @@ from celery_idempotent.cli.session import (
     selection_options,
     write_json,
 )
-from celery_idempotent.records import Record, Selection, State, Stored
+from celery_idempotent.records import Record, Selection, State
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
@@ -75,6 +72,28 @@ _request_options = options(
     json_option,
 )
 
+_bulk_options = options(
+    click.argument("one", required=False, metavar="[KEY]"),
+    click.option("--all", "every", is_flag=True, help="All that are selected, not one KEY."),
+    selection_options,
+    click.option(
+        "--limit",
+        type=click.IntRange(1, 100_000),
+        default=1000,
+        show_default=True,
+        help="With --all: so many at most.",
+    ),
+    click.option("--dry-run", is_flag=True, help="With --all: say what would be done."),
+)
+
+_value_options = options(
+    click.argument("one", metavar="KEY"),
+    key_options,
+    click.option(
+        "--value", required=True, metavar="JSON", help="What its run would have returned, as JSON."
+    ),
+)
+
 _HELP = (
     "It asks first, and does nothing to a record that has changed since, or whose owner is live (unless forced)."
     " Exit code 1 if anything was left alone."
@@ -89,24 +108,6 @@ class _Command:
     request: OperationRequest
     yes: bool
     as_json: bool
-
-    @classmethod
-    def of(
-        cls,
-        session: Session,
-        operation: Operation,
-        given: dict[str, Any],
-        value: Stored | None = None,
-    ) -> _Command:
-        """Return the command that :data:`_request_options` make; they are taken out of ``given``."""
-        who, reason, force = given.pop("who") or _user(), given.pop("reason"), given.pop("force")
-        if force and not reason:
-            raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
-        if len(reason) > LONGEST_REASON:
-            raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
-        request = OperationRequest(operation, who=who, reason=reason, force=force, value=value)
-        yes, as_json = given.pop("yes"), given.pop("as_json")
-        return cls(session=session, request=request, yes=yes, as_json=as_json)
 
     @property
     def operation(self) -> Operation:
@@ -135,34 +136,46 @@ def _user() -> str:
 
 
 def _make_command(operation: Operation, text: str, *examples: str) -> click.Command:
-    """Make the command of an operation on one KEY or, with ``--all``, on all that are selected."""
+    """Make the command of an operation, on one KEY or on all that are selected."""
 
-    @click.argument("one", required=False, metavar="[KEY]")
-    @click.option("--all", "every", is_flag=True, help="All that are selected, not one KEY.")
-    @selection_options
-    @click.option(
-        "--limit",
-        type=click.IntRange(1, 100_000),
-        default=1000,
-        show_default=True,
-        help="With --all: so many at most.",
-    )
-    @click.option("--dry-run", is_flag=True, help="With --all: say what would be done.")
+    @(_value_options if operation == "complete" else _bulk_options)
     @_request_options
     def run(
-        session: Session, one: str | None, every: bool, limit: int, dry_run: bool, **given: Any
+        session: Session,
+        one: str | None,
+        who: str | None,
+        reason: str,
+        force: bool,
+        yes: bool,
+        as_json: bool,
+        every: bool = False,
+        limit: int = 1,
+        dry_run: bool = False,
+        value: str | None = None,
+        **given: Any,
     ) -> None:
-        asked = _Command.of(session, operation, given)
+        if force and not reason:
+            raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+        if len(reason) > LONGEST_REASON:
+            raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
+        request = OperationRequest(operation, who=who or _user(), reason=reason, force=force)
+        asked = _Command(session=session, request=request, yes=yes, as_json=as_json)
         if every is (one is not None):
             raise click.UsageError("Give a KEY, or --all with what selects records.")
         if every:
             _execute_on_all(asked, session.selection(given), limit=limit, dry_run=dry_run)
             return
+        task, scope = given.pop("task"), given.pop("scope")
         given["dry-run"] = dry_run or None
-        for name in ("key", "state", "since", "before", "dry-run"):
-            if given[name] is not None:
-                raise click.UsageError(f"--{name} goes with --all, not with a KEY.")
-        record = find_one(session, one or "", task=given["task"], scope=given["scope"])
+        for name in [name for name, value in given.items() if value is not None]:
+            raise click.UsageError(f"--{name} goes with --all, not with a KEY.")
+        record = find_one(session, one or "", task=task, scope=scope)
+        if value is not None and definition_of(session.app, record.identity.namespace) is not None:
+            try:
+                stored = value_from_json(session.app, record.identity, value)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from error
+            asked = replace(asked, request=replace(request, value=stored))
         _execute_on_one(asked, record)
 
     run.__doc__ = f"{text}\n\n    {_HELP}"
@@ -297,33 +310,6 @@ def _staged(session: Session, wanted: Selection) -> QuerySet[OutboxMessage] | No
     return found
 
 
-@command(
-    "complete",
-    """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
-)
-@click.argument("one", metavar="KEY")
-@key_options
-@click.option(
-    "--value", required=True, metavar="JSON", help="What its run would have returned, as JSON."
-)
-@_request_options
-def complete_command(session: Session, one: str, value: str, **given: Any) -> None:
-    """Settle KEY with its true result: callers get it, and nothing runs.
-
-    Use this if the task took effect and its result was not recorded. Check the outside system first,
-    then give what the run would have returned. It asks before it writes, and does nothing to a record that has changed
-    since, or whose owner is live (unless forced), or that is COMPLETED. Exit code 1 if it was left alone.
-    """
-    record = find_one(session, one, task=given.pop("task"), scope=given.pop("scope"))
-    stored = None
-    if definition_of(session.app, record.identity.namespace) is not None:
-        try:
-            stored = value_from_json(session.app, record.identity, value)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-    _execute_on_one(_Command.of(session, "complete", given, stored), record)
-
-
 release_command = _make_command(
     "release",
     "End the claim of KEY, or of all that are selected: the next delivery or call runs.",
@@ -335,6 +321,12 @@ requeue_command = _make_command(
     "Publish the message that the record of KEY keeps again, or those of all that are selected.",
     "order-17 --task shop.charge",
     "--all --task shop.charge --state INTERRUPTED",
+)
+complete_command = _make_command(
+    "complete",
+    "Settle KEY with its true result: callers get it, and nothing runs. Use this if the task took effect and its"
+    " result was not recorded. Check the outside system first, then give what the run would have returned.",
+    """order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
 )
 fail_command = _make_command(
     "fail",

@@ -1,12 +1,4 @@
-"""What several commands have: the app and its store, options, output, and exit codes that scripts can use.
-
-::
-
-    0   it was done, or all is well
-    1   something was found (by a check), or refused, or left alone
-    2   wrong usage; a bad option or setting of the app
-    3   the store cannot be reached
-"""
+"""What several commands have: the app and its store, options, output, and exit codes that scripts can use."""
 
 from __future__ import annotations
 
@@ -33,7 +25,8 @@ from celery_idempotent.stores import Store, get_store
 if TYPE_CHECKING:
     from celery import Celery
 
-#: Exit codes: something was found or refused; the store cannot be reached. Wrong usage is click's 2.
+#: Exit codes beside click's 2 for wrong usage: something was found, refused or left alone; the store did not answer, so
+#: that nobody knows whether it was done.
 FOUND, UNREACHABLE = 1, 3
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -167,19 +160,12 @@ def django_part(module: str) -> Any:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-class _Length(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """A length of time, in milliseconds."""
-
-    name = "time"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
-        found = _LENGTH.fullmatch(str(value).strip())
-        if found is None:
-            self.fail(f"{value!r} is no length of time: 90s, 10m, 2h or 1d.", param, ctx)
-        return int(found[1]) * _UNITS[found[2]] * 1000
+def _milliseconds(text: str) -> int:
+    """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
+    found = _LENGTH.fullmatch(text.strip())
+    if found is None:
+        raise click.BadParameter(f"{text!r} is no length of time: 90s, 10m, 2h or 1d.")
+    return int(found[1]) * _UNITS[found[2]] * 1000
 
 
 STATES = {**finding.STATES, "any": frozenset(State)}
@@ -215,10 +201,13 @@ selection_options = options(
         help="Only this state. Default: any with --key or --scope, else all but COMPLETED.",
     ),
     click.option(
-        "--since", type=_Length(), metavar="TIME", help="Changed within the last 10m, 2h, 1d."
+        "--since", type=_milliseconds, metavar="TIME", help="Changed within the last 10m, 2h, 1d."
     ),
     click.option(
-        "--before", type=_Length(), metavar="TIME", help="Not changed for 10m, 2h, 1d, or longer."
+        "--before",
+        type=_milliseconds,
+        metavar="TIME",
+        help="Not changed for 10m, 2h, 1d, or longer.",
     ),
 )
 
@@ -228,10 +217,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 # -- output: tables for people, tabs for pipes, JSON lines for programs ------------------------------------------------
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, least: int | None = None) -> None:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, least: int = 99) -> None:
     """Write a table, into a pipe whole and with tabs.
 
-    On a terminal cells are cut, empty columns are left out, and so are the last ones where it is too narrow, down to
+    On a terminal cells are cut, empty columns are left out, and where it is too narrow, so are the last, down to
     ``least`` columns.
     """
     if not on_terminal():
@@ -244,7 +233,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, least: int | No
         if any(cells)
     ]
     widths = [max(map(len, column)) for column in columns]
-    while least and len(widths) > least and sum(widths) + 2 * len(widths) > width():
+    while len(widths) > least and sum(widths) + 2 * len(widths) > width():
         widths.pop()
     for line in zip(*columns[: len(widths)], strict=True):
         cells = [cell.ljust(size) for cell, size in zip(line, widths, strict=True)]

@@ -160,7 +160,7 @@ class OutboxMessage(models.Model):
 class IdempotencyRecord(models.Model):
     """A record of whatever store, for the admin: it has no table, but permissions and a place in the index."""
 
-    #: Namespace, scope and key, see :mod:`celery_idempotent.django.admin.identities`.
+    #: Namespace, scope and key, see :mod:`celery_idempotent.django.admin.audit`.
     name = models.TextField(primary_key=True)
 
     class Meta:

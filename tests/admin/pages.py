@@ -19,7 +19,7 @@ def address(about: Identity | str, page: str = "change") -> str:
     from django.contrib.admin.utils import quote
     from django.urls import reverse
 
-    from celery_idempotent.django.admin.identities import unparse
+    from celery_idempotent.django.admin.audit import unparse
 
     identity = identity_of(about) if isinstance(about, str) else about
     name = f"admin:celery_idempotent_idempotencyrecord_{page}"

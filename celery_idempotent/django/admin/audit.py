@@ -1,7 +1,8 @@
-"""What operators did, in the log of Django's admin: an entry for each operation of a user of this project."""
+"""The log of Django's admin: an entry for each operation of a user, under the record's name in addresses."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 
@@ -12,14 +13,17 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError
 
 from celery_idempotent.celery.operations import OperationRequest
-from celery_idempotent.django.admin.identities import unparse
 from celery_idempotent.django.models import IdempotencyRecord
+from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
 logger = logging.getLogger(__name__)
 
 #: So many entries a page shows.
 _SHOWN = 20
+
+#: Three texts of so many characters, each escaped with up to 12, and what is around them.
+_LONGEST = 3 * 12 * MAX_CHARS + 16
 
 
 def write_entry(identity: Identity, request: OperationRequest, message: str) -> None:
@@ -51,3 +55,36 @@ def log_entries(identity: Identity) -> Sequence[LogEntry]:
 
 def _content_type() -> ContentType:
     return ContentType.objects.get_for_model(IdempotencyRecord)
+
+
+# -- names of records -------------------------------------------------------------------------------------------------
+
+
+def unparse(identity: Identity) -> str:
+    """Return the identity as one text."""
+    parts = [identity.namespace, identity.scope, identity.key]
+    return json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
+
+
+def parse(name: str) -> Identity:
+    """Return the identity that :func:`unparse` wrote down.
+
+    Raises:
+        ValueError: if it wrote no such thing.
+    """
+    if len(name) > _LONGEST:
+        raise ValueError("too long")
+    try:
+        parts = json.loads(name)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(parts, list) or len(parts) != 3:
+        raise ValueError("not three parts")
+    for part in parts:
+        if not isinstance(part, str) or len(part) > MAX_CHARS or "\0" in part:
+            raise ValueError("not a text that fits")
+        part.encode()  # no lone surrogates: a ValueError, too
+    namespace, scope, key = parts
+    if not namespace or not key:
+        raise ValueError("a part is missing")
+    return Identity(namespace=namespace, scope=scope, key=key)

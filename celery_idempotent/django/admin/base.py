@@ -15,13 +15,14 @@ from django.template.response import TemplateResponse
 from django.urls import reverse
 
 from celery_idempotent.django.admin import audit
-from celery_idempotent.django.admin.identities import parse, unparse
-from celery_idempotent.django.models import IdempotencyRecord
+from celery_idempotent.django.admin.audit import parse, unparse
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
-    Base = admin.ModelAdmin[IdempotencyRecord]
+    from django.db.models import Model
+
+    Base = admin.ModelAdmin[Model]
 else:
     Base = admin.ModelAdmin
 
@@ -54,28 +55,28 @@ def guarded(*methods: str) -> Callable[[PageView], PageView]:
     return decorate
 
 
-class Pages(Base):
-    """The admin of a model without a table."""
-
-    # -- who may what
+class ReadOnlyAdmin(Base):
+    """Records are made by tasks, and changed by operations, each with a permission."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
-        """Nobody: records are made by tasks."""
+        """Nobody."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Nobody: there is a permission for each operation."""
+        """Nobody."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Nobody: there is a permission to forget."""
+        """Nobody."""
         return False
+
+
+class Pages(ReadOnlyAdmin):
+    """The admin of a model without a table."""
 
     def may(self, request: HttpRequest, what: str) -> bool:
         """Does this person have the permission ``what``, such as ``view_result``?"""
         return request.user.has_perm(f"{self.opts.app_label}.{what}")
-
-    # -- addresses
 
     def address(self, page: str, *args: str) -> str:
         """Return the address of one of the pages above."""
@@ -85,8 +86,6 @@ class Pages(Base):
     def address_of(self, identity: Identity, page: str = "change") -> str:
         """Return the address of a page about one record."""
         return self.address(page, quote(unparse(identity)))
-
-    # -- how pages are made
 
     @staticmethod
     def identity_of(object_id: str) -> Identity | None:

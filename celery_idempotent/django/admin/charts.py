@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import NamedTuple
 
 from celery_idempotent.records import Counted
 
@@ -21,16 +22,12 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 }
 _SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in outcomes}
 
-#: A chart shows so many hours.
+#: A chart shows so many hours. The template draws it 100 units high, each hour 10 wide, of which a bar takes 8.
 HOURS = 24
 
-#: A chart is so high and a bar so wide, in units of its own.
-HEIGHT, _WIDTH, _GAP = 100, 10, 2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """A part of a bar of a chart."""
+class Bar(NamedTuple):
+    """A part of an hour's bar."""
 
     series: str
     x: int
@@ -38,15 +35,9 @@ class Bar:
     height: float
     title: str
 
-    @property
-    def width(self) -> int:
-        """As wide as all others."""
-        return _WIDTH - _GAP
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartRow:
-    """What happened from a moment on, by series."""
+class Hour(NamedTuple):
+    """The outcomes from a moment on, by series."""
 
     at: datetime
     counts: tuple[int, ...]
@@ -54,21 +45,13 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series.
-
-    A bar stands for an hour. Runs that were released or failed are parts of their own, above the other runs.
-    """
+    """The outcomes of a task by hour, and their sums by series."""
 
     task: str
-    rows: Sequence[ChartRow]
+    rows: Sequence[Hour]
     totals: Mapping[str, int]
     highest: int
     bars: Sequence[Bar]
-
-    @property
-    def width(self) -> int:
-        """In the units of its bars."""
-        return len(self.rows) * _WIDTH
 
     @property
     def summary(self) -> str:
@@ -76,8 +59,8 @@ class Chart:
         return ", ".join(f"{number:,} {series}" for series, number in self.totals.items())
 
     @property
-    def busy(self) -> list[ChartRow]:
-        """The rows in which something happened."""
+    def busy(self) -> list[Hour]:
+        """The hours in which something happened."""
         return [row for row in self.rows if any(row.counts)]
 
 
@@ -88,41 +71,30 @@ def charts(counted: Iterable[Counted], *, last_hour: int) -> list[Chart]:
     for each in counted:
         series = _SERIES_OF.get(each.outcome)
         if series is not None and first <= each.hour <= last_hour:
-            columns = tasks.setdefault(each.task, [Counter() for _ in range(HOURS)])
-            columns[each.hour - first][series] += each.count
-    found = [_chart(task, columns, first) for task, columns in tasks.items()]
+            hours = tasks.setdefault(each.task, [Counter() for _ in range(HOURS)])
+            hours[each.hour - first][series] += each.count
+    found = [_chart(task, hours, first) for task, hours in tasks.items()]
     return sorted(found, key=lambda chart: (-sum(chart.totals.values()), chart.task))
 
 
-def _chart(task: str, columns: Sequence[Counter[str]], first: int) -> Chart:
-    """Draw the counts of one task: a column for each hour from ``first`` on, its series piled up.
-
-    SVG counts from the top, and so each bar begins where the one below it ended: at ``bottom`` less its own height.
-    """
-    drawn = [_drawn(column) for column in columns]
-    highest = max(sum(column.values()) for column in drawn)
+def _chart(task: str, hours: Sequence[Counter[str]], first: int) -> Chart:
+    """Draw a bar for each hour from ``first`` on, its series piled up; SVG counts from the top."""
+    # A run that was released or failed is drawn once, as that.
+    drawn = [
+        {**hour, "runs": max(hour["runs"] - hour["failures"] - hour["releases"], 0)}
+        for hour in hours
+    ]
+    highest = max(sum(hour.values()) for hour in drawn)
     rows, bars = [], []
-    for n, column in enumerate(columns):
+    for n, hour in enumerate(hours):
         at = datetime.fromtimestamp((first + n) * 3600, tz=timezone.utc)
-        rows.append(ChartRow(at=at, counts=tuple(column[series] for series in SERIES)))
-        bottom = float(HEIGHT)
+        rows.append(Hour(at, tuple(hour[series] for series in SERIES)))
+        y = 100.0
         for series in SERIES:
-            if drawn[n][series]:
-                height = round(HEIGHT * drawn[n][series] / highest, 2)
-                bottom = round(bottom - height, 2)
-                title = f"{at:%Y-%m-%d %H:%M} UTC: {column[series]:,} {series}"
-                x, y = n * _WIDTH + _GAP // 2, max(bottom, 0.0)
-                bars.append(Bar(series=series, x=x, y=y, height=height, title=title))
-    return Chart(
-        task=task,
-        rows=rows,
-        totals={series: sum(column[series] for column in columns) for series in SERIES},
-        highest=highest,
-        bars=bars,
-    )
-
-
-def _drawn(column: Counter[str]) -> Counter[str]:
-    """Return what is drawn of a bar: a run that was released or failed once, not twice."""
-    ended = column["failures"] + column["releases"]
-    return Counter({**column, "runs": max(column["runs"] - ended, 0)})
+            if count := drawn[n].get(series):
+                height = round(100 * count / highest, 2)
+                y = max(round(y - height, 2), 0.0)
+                title = f"{at:%Y-%m-%d %H:%M} UTC: {hour[series]:,} {series}"
+                bars.append(Bar(series, n * 10 + 1, y, height, title))
+    totals = {series: sum(hour[series] for hour in hours) for series in SERIES}
+    return Chart(task=task, rows=rows, totals=totals, highest=highest, bars=bars)

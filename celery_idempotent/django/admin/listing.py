@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -29,18 +29,8 @@ LOOK_SECONDS = 5.0
 _ASKED = 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """A page of records. ``cursor`` asks for the next one; ``looked_at`` keys were seen since the list began."""
-
-    records: tuple[Record, ...]
-    now_ms: int
-    cursor: str = ""
-    looked_at: int = 0
-
-
-def list_page(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing:
-    """Return the page that a valid form asks for, the newest of the page first.
+def list_page(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Page:
+    """Return the page that a valid form asks for, its newest records first, with all keys seen since the list began.
 
     A key is looked for at once where it has no scope, and then in every scope. The unfinished and failed records of a
     task with this id are found, too: an index has them.
@@ -54,10 +44,11 @@ def list_page(store: Store, form: FilterForm, namespaces: Iterable[str]) -> List
     if chosen["key"] and not chosen["cursor"]:
         known = [selection.namespace] if selection.namespace else list(namespaces)[:_ASKED]
         scopes = selection.scopes or {""}
-        for record in [
-            *find_key(store, known, chosen["key"], scopes),
-            *_find_task_id(store, selection, chosen["key"]),
-        ]:
+        unfinished = replace(
+            selection, states=UNFINISHED_AND_FAILED, stale=False, keys=frozenset(), before_ms=None
+        )
+        by_id = find_task_id(store, chosen["key"], unfinished)
+        for record in [*find_key(store, known, chosen["key"], scopes), *by_id.records]:
             found[record.identity] = record
     page = _look(store, selection, chosen["cursor"])
     found |= {record.identity: record for record in page.records}
@@ -67,10 +58,9 @@ def list_page(store: Store, form: FilterForm, namespaces: Iterable[str]) -> List
         for each in found.values()
         if others.includes(each, page.now_ms) and not _is_over(each, form, page.now_ms)
     ]
-    return Listing(
+    return replace(
+        page,
         records=tuple(sorted(kept, key=lambda each: -each.updated_ms)),
-        now_ms=page.now_ms,
-        cursor=page.cursor,
         looked_at=(chosen["looked_at"] or 0) + page.looked_at,
     )
 
@@ -83,16 +73,7 @@ def _look(store: Store, selection: Selection, cursor: str) -> Page:
         page = store.list(selection, cursor=cursor, limit=PER_PAGE, look_at=LOOK_AT)
         looked_at, cursor = looked_at + page.looked_at, page.cursor
         if page.records or not cursor or not selection.keys or monotonic() > give_up:
-            return Page(
-                records=page.records, cursor=cursor, looked_at=looked_at, now_ms=page.now_ms
-            )
-
-
-def _find_task_id(store: Store, selection: Selection, task_id: str) -> Sequence[Record]:
-    wanted = Selection(
-        states=UNFINISHED_AND_FAILED, namespace=selection.namespace, scopes=selection.scopes
-    )
-    return find_task_id(store, task_id, wanted).records
+            return replace(page, looked_at=looked_at)
 
 
 def _is_over(record: Record, form: FilterForm, now_ms: int) -> bool:

@@ -29,9 +29,9 @@ from celery_idempotent.celery.operations import (
 )
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.celery.story import value_from_json
+from celery_idempotent.django.admin.audit import parse, unparse
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
-from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.records import Identity, Record, State

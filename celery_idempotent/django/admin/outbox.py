@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from django.contrib import admin
-
-from celery_idempotent.django.models import OutboxMessage
+from celery_idempotent.django.admin.base import ReadOnlyAdmin
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
-    Base = admin.ModelAdmin[OutboxMessage]
-else:
-    Base = admin.ModelAdmin
 
-
-class OutboxAdmin(Base):
-    """Nobody changes a staged message here: the sweep sends it."""
+class OutboxAdmin(ReadOnlyAdmin):
+    """Transactions stage messages, and the sweep sends them: nobody changes one here."""
 
     list_display = ("task", "task_id", "key", "scope", "attempts", "error")
     list_display_links = None
@@ -31,15 +25,3 @@ class OutboxAdmin(Base):
     def has_module_permission(self, request: HttpRequest) -> bool:
         """As above."""
         return self.has_view_permission(request)
-
-    def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
-        """Nobody: transactions stage messages."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Nobody."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Nobody."""
-        return False

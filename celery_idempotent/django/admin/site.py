@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,14 @@ from django.utils.http import urlencode
 from celery_idempotent.celery.finding import find_key_anywhere, task_name
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
-from celery_idempotent.celery.story import sweeps_of, tell_story, time_in_words
+from celery_idempotent.celery.story import (
+    Shown,
+    is_too_large,
+    show_value,
+    sweeps_of,
+    tell_story,
+    time_in_words,
+)
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
@@ -19,9 +27,10 @@ from celery_idempotent.django.admin.charts import HOURS, charts
 from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark, OperationPages
-from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.decorators import view_namespaces
+from celery_idempotent.django.http.messages import CONTENT_TYPE, REPLAYED, read_response
+from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
@@ -29,8 +38,6 @@ from celery_idempotent.stores.base import HOUR_MS
 if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
-
-    from celery_idempotent.records import Identity
 
 #: So many names of tasks are suggested, and so many tasks have a chart: the busiest.
 _SUGGESTED, CHARTS = 200, 50
@@ -53,8 +60,6 @@ class ListedRecord(NamedTuple):
 class IdempotencyRecordAdmin(OperationPages):
     """Pages over the records of the app's store. None of them works for longer because there are more records."""
 
-    # -- addresses
-
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
         name = f"{self.opts.app_label}_{self.opts.model_name}"
@@ -73,8 +78,6 @@ class IdempotencyRecordAdmin(OperationPages):
             ),
             path("<path:object_id>/change/", wrap(self.change_view), name=f"{name}_change"),
         ]
-
-    # -- pages
 
     @guarded("GET")
     def changelist_view(
@@ -158,9 +161,7 @@ class IdempotencyRecordAdmin(OperationPages):
             "known": known,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
-            "value": shown_with_responses(app, record)
-            if may_see and record.state.settled
-            else None,
+            "value": _show_value(app, record) if may_see and record.state.settled else None,
             "buttons": [
                 (each, self.address_of(identity, each))
                 for each in offered(record, known=known)
@@ -169,14 +170,12 @@ class IdempotencyRecordAdmin(OperationPages):
             "elsewhere": [
                 self._row(app, each, now_ms) for each in others.records if each.identity != identity
             ],
-            "search_url": self._search_url(identity) if others.cut else "",
+            "search_url": others.cut
+            and f"{self.address('changelist')}?{urlencode({'key': identity.key})}",
             "log": audit.log_entries(identity),
             **(extra_context or {}),
         }
         return self.render(request, "record", context)
-
-    def _search_url(self, identity: Identity) -> str:
-        return f"{self.address('changelist')}?{urlencode({'key': identity.key})}"
 
     @guarded("GET")
     def charts_view(self, request: HttpRequest) -> HttpResponse:
@@ -201,3 +200,22 @@ class IdempotencyRecordAdmin(OperationPages):
 def _known_namespaces(app: Celery) -> list[str]:
     """Return what keys may be for: views, of which there are few, and tasks."""
     return list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
+
+
+def _show_value(app: Celery, record: Record) -> Shown:
+    """Return what a settled record says: its result, its error, or its view's answer, the body if that is a text."""
+    stored = record.value
+    if stored is None or stored.content_type != CONTENT_TYPE or is_too_large(stored):
+        return show_value(app, record)
+    try:
+        response = read_response(stored)
+    except ResultUnavailable as unavailable:
+        return Shown(trouble=str(unavailable))
+    del response[REPLAYED]
+    body = f"({len(response.content):,} bytes that are no text)"
+    if "Content-Encoding" not in response:
+        with contextlib.suppress(UnicodeDecodeError, LookupError):
+            body = response.content.decode(response.charset)
+    head = [f"{response.status_code} {response.reason_phrase}"]
+    head += [f"{name}: {value}" for name, value in response.items()]
+    return Shown.of("\n".join([*head, "", body]))
