@@ -95,14 +95,20 @@ class Serializer:
 
         Never raises for the value's sake: the work is done, with or without a stored result.
         """
+        content_type, content_encoding = JSON, "utf-8"
         try:
-            content_type, content_encoding, text = _written(value, self.name)
+            if self.name == "json" and is_kombus_json():
+                text: str | bytes = encode_json(value)
+            else:
+                content_type, content_encoding, text = _dumps(value, serializer=self.name)
             body = text.encode() if isinstance(text, str) else bytes(text)
-        except (EncodeError, UnicodeEncodeError):
+        except Exception:  # noqa: BLE001  kombu makes an EncodeError of any
             return _not_stored("unserializable", value)
         if max_bytes is not None and len(body) > max_bytes:
             return _not_stored("too-large", value, len(body))
-        if not self._reads_back(content_type, content_encoding, body):
+        # JSON reads all it writes but a dict that looks like kombu's envelope of a datetime and its like.
+        is_plain = content_type == JSON and b'"__type__"' not in body
+        if not is_plain and not self._reads_back(content_type, content_encoding, body):
             return _not_stored("unserializable", value)
         return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
 
@@ -110,11 +116,8 @@ class Serializer:
         """Whether a body can be loaded: most formats write things that they cannot read.
 
         msgpack writes dicts with keys of int, YAML such with keys of tuple, pickle objects whose
-        class asks for other arguments. JSON reads all it writes but a dict that looks like kombu's
-        envelope of a datetime and its like.
+        class asks for other arguments.
         """
-        if content_type == JSON and b'"__type__"' not in body:
-            return True
         try:
             _loads(body, content_type, content_encoding, accept=self._accepted)
         except Exception:  # noqa: BLE001  unpickling runs code of any kind
@@ -157,20 +160,6 @@ def decode(stored: Stored, accept: Collection[str] | None) -> object:
         SerializerNotInstalled: if the package of its format is missing.
     """
     return _loads(stored.body, stored.content_type, stored.content_encoding, accept=accept)
-
-
-def _written(value: object, name: str) -> tuple[str, str, str | bytes]:
-    """Return what kombu's ``dumps`` does.
-
-    Raises:
-        EncodeError: if the value cannot be written.
-    """
-    if name == "json" and is_kombus_json():
-        try:
-            return JSON, "utf-8", encode_json(value)
-        except Exception as error:
-            raise EncodeError(str(error)) from error
-    return _dumps(value, serializer=name)
 
 
 def is_kombus_json() -> bool:

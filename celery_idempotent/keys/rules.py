@@ -242,8 +242,8 @@ class Identifier:
         )
 
     def by_task_id(self, task_id: str) -> Identified:
-        """Return the identity of a call whose key or scope cannot be used, and which runs nevertheless."""
-        return Identified(self._identity(task_id_key(task_id), None))
+        """Return the identity of a call without a key, or of one whose key or scope cannot be used."""
+        return Identified(Identity(namespace=self.namespace, scope="", key=task_id_key(task_id)))
 
     def _identity(self, key: str, scope: object) -> Identity:
         text = "" if scope is None else canonical(scope, what="scope", task=self.task_name)

@@ -26,39 +26,6 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import OnStale, Record
 from celery_idempotent.settings import PREFIX, milliseconds
 
-#: Options that were removed, as users write them: those of tasks with their prefix. A sentence says what replaces each.
-REMOVED: Final[Mapping[str, str]] = {
-    "idempotency_check_at_start": "Every worker logs what the checks find.",
-    "idempotency_compression": "Values are stored as their serializer writes them: register one with kombu that"
-    " compresses.",
-    "idempotency_conflict_backoff_max": "A copy comes back after 10 seconds at the most.",
-    "idempotency_failure_retention": "A failed key is kept for the idempotency_retention.",
-    "idempotency_fused_result": "The settle stores the result where store and result backend are one Redis database.",
-    "idempotency_key_before": "Messages in flight keep their key; give a changed key to a task with a new name.",
-    "idempotency_namespace_before": "Set idempotency_namespace to the old name.",
-    "idempotency_replica_timeout": "Set min-replicas-to-write on the Redis server.",
-    "idempotency_replicas": "Set min-replicas-to-write on the Redis server.",
-    "idempotency_require_key": "A task that states an idempotency_key needs a key.",
-    "idempotency_scope_before": "Messages in flight keep their scope.",
-    "idempotency_silenced_checks": "Django's SILENCED_SYSTEM_CHECKS hides findings there.",
-    "anonymous": "Set scope to celery_idempotent.django.http.session_scope.",
-    "app": "Set CELERY_IDEMPOTENT_APP.",
-    "attributes": "Set a header of the response: replays have it.",
-    "checks": "Put a decorator that validates the request around @idempotent_view.",
-    "headers": "All headers are stored but those that belong to one answer.",
-    "max_crashes": "After three ends of its process a request is settled as failed.",
-    "methods": "POST, PUT, PATCH and DELETE are guarded: decorate the handlers that need it.",
-    "mode": "required=False guards the requests that have a key, and no others.",
-    "namespace": "All views have the namespace http: a key that is used for another view gets 422.",
-    "namespaces": "Refuse the paths of other namespaces in a route before the status resource.",
-    "on_conflict": "Set wait to a number of seconds.",
-    "on_pending": "A repetition gets the 202 of the first request.",
-    "on_store_error": "Without the store a request is answered with 503.",
-    "retry_after": "Retry-After is one second.",
-    "show_errors": "The text of an error is shown if the task declares it in idempotency_permanent_errors.",
-    "strict": "A bare value is a key as well.",
-}
-
 T = TypeVar("T")
 
 #: Takes what the user gave for an option, and returns the value for its field, or raises ``ValueError``.
@@ -158,9 +125,7 @@ def read_options(
 def unknown_option(
     name: str, known: Collection[str], *, where: str, prefix: str = ""
 ) -> InvalidOption:
-    """Return the error for a name that is no option, with what replaces it, or the option that was probably meant."""
-    if replacement := REMOVED.get(prefix + name):
-        return InvalidOption(f"{prefix}{name} of {where} was removed. {replacement}")
+    """Return the error for a name that is no option, with the option that was probably meant."""
     from difflib import get_close_matches  # seldom needed, and slow to import
 
     close = get_close_matches(name, known, n=1)

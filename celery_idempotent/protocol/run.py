@@ -287,8 +287,33 @@ def _claim(run: Run) -> Answer | Unanswered:
         # A sweep leaves alone what is only observed.
         on_stale="interrupt" if policy.mode == "observe" else policy.on_stale,
     )
+    give_up, failures = time.monotonic() + CLAIM_SECONDS, 0
     try:
-        return _claim_in_time(run, request)
+        while True:
+            try:
+                run.store = run.open_store()
+                run.shield.waiting = True
+                run.renewed_at = time.monotonic()
+                answer = run.store.claim(request)
+                run.shield.waiting = False
+            except errors.StoreMisconfigured as error:  # noqa: PERF203  one try failed, and the next may not
+                run.shield.waiting = False
+                return Unanswered(error)
+            except (errors.StoreUnavailable, VerbInterruptedError) as error:
+                failures += 1
+                if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
+                    if isinstance(error, VerbInterruptedError):
+                        error = errors.StoreUnavailable(str(error))
+                    return Unanswered(error)
+            else:
+                if policy.retention_ms or not isinstance(answer, (Settled, Mismatched)):
+                    return answer
+                record = answer.record
+                if record.task_id == run.task_id or not policy.forgets(record):
+                    return answer
+                # With a retention of 0 a settled record only answers redeliveries of its own message. This message is
+                # another one: delete the record, and claim again.
+                run.store.forget_mark(run.identity, token=record.token)
     except BaseException:
         # A greenlet, or a thread without a shield, was ended before the answer was here: the store may have given us
         # the key.
@@ -298,35 +323,6 @@ def _claim(run: Run) -> Answer | Unanswered:
             if isinstance(answer, Claimed):
                 run.store.release(run.identity, token=answer.record.token)
         raise
-
-
-def _claim_in_time(run: Run, request: ClaimRequest) -> Answer | Unanswered:
-    policy, give_up, failures = run.policy, time.monotonic() + CLAIM_SECONDS, 0
-    while True:
-        try:
-            run.store = run.open_store()
-            run.shield.waiting = True
-            run.renewed_at = time.monotonic()
-            answer = run.store.claim(request)
-            run.shield.waiting = False
-        except errors.StoreMisconfigured as error:  # noqa: PERF203  one try failed, and the next may not
-            run.shield.waiting = False
-            return Unanswered(error)
-        except (errors.StoreUnavailable, VerbInterruptedError) as error:
-            failures += 1
-            if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
-                if isinstance(error, VerbInterruptedError):
-                    error = errors.StoreUnavailable(str(error))
-                return Unanswered(error)
-        else:
-            if policy.retention_ms or not isinstance(answer, (Settled, Mismatched)):
-                return answer
-            record = answer.record
-            if record.task_id == run.task_id or not policy.forgets(record):
-                return answer
-            # With a retention of 0 a settled record only answers redeliveries of its own message. This message is
-            # another one: delete the record, and claim again.
-            run.store.forget_mark(run.identity, token=record.token)
 
 
 def _try_again(run: Run, failures: int, *, until: float) -> bool:
@@ -410,36 +406,25 @@ def settle(run: Run, state: EndState, outcome: Any) -> None:
         return
     run.settling_since = time.monotonic()
     try:
-        written = _settle_in_time(run, state, outcome)
+        _write_end(run, state, outcome)
     except BaseException:
         # The process, or the greenlet, ends in a moment: one last try, of the record alone.
         if run.phase is Phase.RUNNING:
             try:
-                written = run.store.settle(_end_of(run, state, _dump(run, state, outcome)))
+                end = _end_of(run, state, _dump(run, state, outcome))
+                _note_end(run, state, outcome, run.store.settle(end))
             except Exception as error:  # noqa: BLE001  of the store or the codec
                 _give_up(run, error)
-            else:
-                _note_end(run, state, outcome, written)
         raise
-    if written:
-        report_settled(run, state, outcome if state is State.FAILED else None)
-    elif written is not None:
-        _lose(run)
 
 
-def _settle_in_time(run: Run, state: EndState, outcome: Any) -> bool | None:
-    """Write the end state: ``False`` if there is a newer claim, ``None`` if it is given up."""
+def _write_end(run: Run, state: EndState, outcome: Any) -> None:
     give_up = time.monotonic() + run.policy.lease_ms / 1000
     failures = refusals = 0
     value: Stored | None = None
     while True:
         try:
-            if refusals >= MAX_REFUSALS or run.replaced:
-                value = None
-            elif state is State.COMPLETED:
-                value = run.codec.dump_value(outcome)
-            else:
-                value = run.codec.dump_error(outcome)
+            value = None if refusals >= MAX_REFUSALS else _dump(run, state, outcome)
             end = _end_of(run, state, value)
             run.shield.waiting = True
             # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
@@ -449,7 +434,7 @@ def _settle_in_time(run: Run, state: EndState, outcome: Any) -> bool | None:
             failures += 1
             if run.policy.mode == "observe" or not _try_again(run, failures, until=give_up):
                 _give_up(run, error)
-                return None
+                return
             refusals = refusals + 1 if _is_refused(run, value, error) else 0
             if refusals == MAX_REFUSALS:
                 logger.warning(
@@ -459,15 +444,15 @@ def _settle_in_time(run: Run, state: EndState, outcome: Any) -> bool | None:
                     error,
                 )
         else:
-            return written
+            _note_end(run, state, outcome, written)
+            return
 
 
 def _dump(run: Run, state: EndState, outcome: Any) -> Stored | None:
     if run.replaced:
         return None
-    return (
-        run.codec.dump_value(outcome) if state is State.COMPLETED else run.codec.dump_error(outcome)
-    )
+    dump = run.codec.dump_value if state is State.COMPLETED else run.codec.dump_error
+    return dump(outcome)
 
 
 def _end_of(run: Run, state: EndState, value: Stored | None) -> SettleRequest:
@@ -640,35 +625,30 @@ def release(
     SIGTERM, and 0.1 s later SIGKILL.
     """
     run.phase = Phase.RELEASED
+    at_exit = error is not None and not isinstance(error, Exception)
+    give_up, failures = time.monotonic() + RELEASE_SECONDS, 0
     try:
-        return _release_in_time(run, requeue_ms, error)
+        while True:
+            try:
+                run.shield.waiting = not at_exit
+                released = run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
+                run.shield.waiting = False
+            except _UNANSWERED as trouble:  # noqa: PERF203  one try failed, and the next may not
+                failures += 1
+                if at_exit or not _try_again(run, failures, until=give_up):
+                    line = "idempotency: could not release %s, its lease will end it: %s"
+                    logger.warning(line, run.identity, trouble)
+                    return None
+            else:
+                # An earlier try may have released the key, and its answer was lost: report that, too.
+                if released or failures:
+                    state = _state_after(run, requeue_ms)
+                    _report(run, signals.released, run.record, state=state, error=error)
+                return released
     except BaseException:
         with suppress(Exception):  # the process, or the greenlet, may be about to end: one last try
             run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
         raise
-
-
-def _release_in_time(run: Run, requeue_ms: int | None, error: BaseException | None) -> bool | None:
-    at_exit = error is not None and not isinstance(error, Exception)
-    give_up = time.monotonic() + RELEASE_SECONDS
-    failures = 0
-    while True:
-        try:
-            run.shield.waiting = not at_exit
-            released = run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
-            run.shield.waiting = False
-        except _UNANSWERED as trouble:  # noqa: PERF203  one try failed, and the next may not
-            failures += 1
-            if at_exit or not _try_again(run, failures, until=give_up):
-                line = "idempotency: could not release %s, its lease will end it: %s"
-                logger.warning(line, run.identity, trouble)
-                return None
-        else:
-            # An earlier try may have released the key, and its answer was lost: report that, too.
-            if released or failures:
-                state = _state_after(run, requeue_ms)
-                _report(run, signals.released, run.record, state=state, error=error)
-            return released
 
 
 def _state_after(run: Run, requeue_ms: int | None) -> State | None:

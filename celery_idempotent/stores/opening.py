@@ -75,7 +75,8 @@ def get_store(app: AnyCelery) -> Store:
     An app that has none gets the memory of this process where all of it happens there: its runs are eager, or its
     broker is ``memory://``, as in Celery's fixtures.
     """
-    app = real_app(app)
+    if hasattr(app, "_get_current_object"):
+        app = real_app(app)
     store = _stores.get(app) or _store_of(app)
     # Two threads may both get here; the first store stays.
     return _in_memory(app) if store is None else _stores.setdefault(app, store)

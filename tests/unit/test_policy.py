@@ -14,7 +14,7 @@ from celery import Celery
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.protocol.options import REMOVED, Policy
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.settings import is_explicit, milliseconds, own_settings
 
@@ -212,13 +212,6 @@ class TestNames:
     def test_an_unknown_attribute_fails_with_the_one_that_was_meant(self, wrong, meant):
         with pytest.raises(InvalidOption, match=rf"{wrong} .*did you mean {meant}\?"):
             define(**{wrong: 1})
-
-    @pytest.mark.parametrize("name", [each for each in REMOVED if each.startswith("idempotency_")])
-    def test_a_removed_option_fails_with_what_replaces_it(self, name):
-        with pytest.raises(InvalidOption, match=f"{name} of task .* was removed. {REMOVED[name]}"):
-            define(**{name: 1})
-        with pytest.raises(InvalidOption, match=f"{name} of the app was removed. {REMOVED[name]}"):
-            define(make_app(**{name: 1}))
 
     def test_an_attribute_like_nothing_known_fails_with_all_that_are(self):
         with pytest.raises(InvalidOption, match=r"known are .*idempotency_lease.*"):
