@@ -42,7 +42,6 @@ class ShiftedLink:
         if not self.offset_us or kind not in (b"EVALSHA", b"EVAL"):
             return command
         source = command.source if kind == b"EVALSHA" else command.words[1]
-        assert source is not None
         moved = source.replace(TIME, TIME + b" time[2] = time[2] + %d" % self.offset_us)
         assert moved != source or b"'TIME'" not in source
         script = Script.of(moved)
@@ -105,8 +104,8 @@ class FixedLink:
         return [b"%d" % part for part in divmod(self.now_us, 1_000_000)]
 
     def _fixed(self, command: Command) -> Command:
-        if command.source is None:
+        if not command.source:
             return command
         fixed = command.source.replace(TIME, self._read)
         assert fixed != command.source or b"'TIME'" not in command.source
-        return command._replace(words=(b"EVAL", fixed, *command.words[2:]), source=None)
+        return command._replace(words=(b"EVAL", fixed, *command.words[2:]), source=b"")

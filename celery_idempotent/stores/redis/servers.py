@@ -51,8 +51,12 @@ class Command(NamedTuple):
     """A command; the ``source`` of its script, and the ``node`` of a Cluster that it is for, unless its keys tell."""
 
     words: tuple[bytes, ...]
-    source: bytes | None = None
+    source: bytes = b""
     node: Any = None
+
+    def with_source(self) -> Command:
+        """Return the same call with the script itself, for a server that does not know it."""
+        return self._replace(words=(b"EVAL", self.source, *self.words[2:]))
 
 
 class Script(NamedTuple):
@@ -127,7 +131,7 @@ class Server:
                 try:
                     answer = connection.read_response()
                 except exceptions.ResponseError as error:
-                    if _is_read_only(error):
+                    if isinstance(error, exceptions.ReadOnlyError) or "READONLY You" in str(error):
                         raise exceptions.ConnectionError(f"no master: {error}") from error
                     answer = error
                 answers.append(answer)
@@ -277,7 +281,7 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
             return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            repeated = link.exchange([_with_source(commands[n]) for n in unknown])
+            repeated = link.exchange([commands[n].with_source() for n in unknown])
             for n, answer in zip(unknown, repeated, strict=True):
                 answers[n] = answer
     except _ERRORS as error:
@@ -286,18 +290,6 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
         if isinstance(answer, Exception):
             raise trouble(answer, link.where) from answer
     return answers
-
-
-def _with_source(command: Command) -> Command:
-    """Return the same call with the script itself, for a server that does not know it."""
-    assert command.source is not None
-    return command._replace(words=(b"EVAL", command.source, *command.words[2:]))
-
-
-def _is_read_only(error: Exception) -> bool:
-    """Did a replica refuse to write?"""
-    found = _TRANSIENT_WORDS.search(str(error))
-    return isinstance(error, exceptions.ReadOnlyError) or bool(found and found[1] == "READONLY")
 
 
 def _refusal_behind(error: Exception) -> Exception:

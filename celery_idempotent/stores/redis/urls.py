@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis.backoff import ExponentialBackoff, NoBackoff
@@ -37,29 +37,23 @@ _DEFAULTS: Mapping[str, object] = {
 }
 #: Celery writes these the long way, redis-py the short one.
 _CERT_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "required"}
-_REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 
 
-def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]:
+def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
     """Return the link that ``url`` describes, not yet connected, and the prefix it names.
 
     ``options`` are further arguments of redis-py's connections; the URL's query wins over them.
     """
-    scheme, _, rest = url.partition("://")
-    rest, _, query_text = rest.partition("?")
+    address, _, query_text = url.partition("?")
+    scheme = address.partition("://")[0]
     query = dict(parse_qsl(query_text, keep_blank_values=True))
     prefix = query.pop("prefix", DEFAULT_PREFIX)
     query.pop("decode_responses", None)
     if reqs := query.get("ssl_cert_reqs"):
         query["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
-    link: Link
+    make = {"sentinel": _sentinel, "redis+cluster": _cluster, "rediss+cluster": _cluster}
     try:
-        if scheme == "sentinel":
-            link = _sentinel(rest, query, options)
-        elif scheme.endswith("+cluster"):
-            link = _cluster(scheme.removesuffix("+cluster"), rest, query, options)
-        else:
-            link = _single(scheme, rest, query, options)
+        return make.get(scheme, _single)(address, query, options), prefix
     except (TypeError, RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
@@ -70,90 +64,72 @@ def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]
             f"the idempotency store's {scheme}:// URL cannot be read: check host, port and"
             " database, and percent-encode special characters in the password"
         ) from None
-    return link, prefix
 
 
-def _incomplete(what: str) -> InvalidOption:
-    return InvalidOption(f"the idempotency store's URL has {what}")
-
-
-def _single(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
-    pool = _pool(scheme, rest, query, options)
-    kwargs = pool.connection_kwargs
-    where = kwargs.get("path")
-    where = where or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', _REDIS_PORT)}"
+def _single(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+    pool = _pool(address, query, options)
+    given = pool.connection_kwargs
+    where = given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
     return Server(pool, f"Redis at {where}")
 
 
-def _cluster(
-    scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]
-) -> Cluster:
-    user, hosts, path = _authority(rest)
-    kwargs = _arguments(scheme, f"{user}{hosts[0]}{path}", query, options)
+def _cluster(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+    user, hosts, path = _authority(address)
+    scheme = address.partition("+")[0]
+    kwargs = _arguments(f"{scheme}://{user}{hosts[0]}{path}", query, options)
     if kwargs.pop("db", 0):
         raise _incomplete("a database: a Cluster has only number 0")
-    kwargs["startup_nodes"] = [ClusterNode(*_address(host, _REDIS_PORT)) for host in hosts]  # type: ignore[no-untyped-call]
+    kwargs["startup_nodes"] = [ClusterNode(*_address(host, 6379)) for host in hosts]  # type: ignore[no-untyped-call]
     # Follows a Cluster's changes for about half a second; a failover takes longer, and is left to the caller.
     kwargs["retry"] = Retry(ExponentialBackoff(cap=0.2, base=0.02), 5)
     return Cluster(partial(RedisCluster, **kwargs), f"Redis Cluster at {','.join(hosts)}")
 
 
-def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
-    user, hosts, path = _authority(rest)
+def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+    user, hosts, path = _authority(address)
     name, _, db = path.strip("/").partition("/")
     if not name:
         raise _incomplete("no master name")
-    addresses = [_address(host, _SENTINEL_PORT) for host in hosts]
     tls = query.pop("ssl", "").lower() in {"1", "true", "yes"} or bool(options.get("ssl"))
     scheme = "rediss" if tls else "redis"
-    for_sentinels = {
-        key.removeprefix("sentinel_"): query.pop(key)
-        for key in list(query)
-        if key.startswith("sentinel_")
-    }
-    for_masters = {k: v for k, v in options.items() if k not in ("ssl", "sentinel_kwargs")}
-    masters = _arguments(scheme, f"{user}localhost/{db}", query, for_masters)
+    of_masters = {k: v for k, v in options.items() if k not in ("ssl", "sentinel_kwargs")}
+    names = [name for name in query if name.startswith("sentinel_")]
+    of_sentinels = {name.removeprefix("sentinel_"): query.pop(name) for name in names}
+    masters = _arguments(f"{scheme}://{user}localhost/{db}", query, of_masters)
     # With the timeouts and certificates of the masters, but a user and a password of their own.
     shared = {k: v for k, v in masters.items() if k.startswith(("socket_", "ssl_"))}
-    own = cast("Mapping[str, object]", options.get("sentinel_kwargs") or {})
-    given = {k: v for k, v in own.items() if k != "ssl"}
-    watchers = _arguments(scheme, "localhost", for_sentinels, {**shared, **given})
+    own = {k: v for k, v in (options.get("sentinel_kwargs") or {}).items() if k != "ssl"}
+    watchers = _arguments(f"{scheme}://localhost", of_sentinels, {**shared, **own})
     # A Sentinel that is down is not tried again: there are others.
     watchers["retry"] = Retry(NoBackoff(), 0)
+    addresses = [_address(host, 26379) for host in hosts]
     sentinels = Sentinel(addresses, sentinel_kwargs=watchers)  # type: ignore[no-untyped-call]
     pool = SentinelConnectionPool(name, sentinels, **masters)  # type: ignore[no-untyped-call]
     return Server(pool, f"Redis master {name} of Sentinel at {';'.join(hosts)}")
 
 
-def _pool(
-    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
-) -> ConnectionPool:
+def _pool(address: str, query: Mapping[str, str], options: Mapping[str, Any]) -> ConnectionPool:
     """Let redis-py read a URL. Of its pool only the connections' class and arguments are used."""
-    pool = ConnectionPool.from_url(_url(scheme, rest, query), **{**_DEFAULTS, **options})
+    pool = ConnectionPool.from_url(f"{address}?{urlencode(query)}", **{**_DEFAULTS, **options})
     # Connects to nothing, but refuses unknown options.
     pool.connection_class(**pool.connection_kwargs)
     return pool
 
 
 def _arguments(
-    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
+    address: str, query: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what redis-py reads in a URL as arguments of its other clients, which have hosts of their own."""
-    _pool(scheme, rest, query, options)
-    given = {**_DEFAULTS, **options, **parse_url(_url(scheme, rest, query))}  # type: ignore[no-untyped-call]
+    _pool(address, query, options)
+    given = {**_DEFAULTS, **options, **parse_url(f"{address}?{urlencode(query)}")}  # type: ignore[no-untyped-call]
     kind = given.pop("connection_class", None)
-    given.pop("host", None)
-    given.pop("port", None)
+    given = {name: value for name, value in given.items() if name not in ("host", "port")}
     return given | ({"ssl": True} if kind is SSLConnection else {})
 
 
-def _url(scheme: str, rest: str, query: Mapping[str, str]) -> str:
-    return f"{scheme}://{rest}" + (f"?{urlencode(query)}" if query else "")
-
-
-def _authority(rest: str) -> tuple[str, list[str], str]:
-    """Split ``user:password@host;host/path``; user and path keep their ``@`` and ``/``."""
-    authority, slash, path = rest.partition("/")
+def _authority(address: str) -> tuple[str, list[str], str]:
+    """Split ``scheme://user:password@host;host/path``; user and path keep their ``@`` and ``/``."""
+    authority, slash, path = address.partition("://")[2].partition("/")
     user, at, hosts = authority.rpartition("@")
     found = [host for host in hosts.replace(";", ",").split(",") if host]
     if not found:
@@ -166,3 +142,7 @@ def _address(host: str, default_port: int) -> tuple[str, int]:
     if not parts.hostname:
         raise _incomplete("no host")
     return parts.hostname, parts.port or default_port
+
+
+def _incomplete(what: str) -> InvalidOption:
+    return InvalidOption(f"the idempotency store's URL has {what}")
