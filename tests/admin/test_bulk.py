@@ -11,7 +11,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record, Renewal, State
 from celery_idempotent.stores import Store, open_store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -171,6 +171,22 @@ def test_what_was_live_when_asked_is_left_alone_although_its_lease_ran_out_since
     asked = operator.post(BULK, fields(page))
     assert (asked.status_code, verdicts(asked)) == (400, {"a": "apply"})
     assert memory.get(record.identity) == record
+
+
+def test_a_force_takes_only_what_was_live_when_asked(serve: Serve, operator: Client) -> None:
+    """A frozen worker that wakes up after the question keeps its key: nobody forced that one."""
+    clock = FakeClock()
+    memory = MemoryStore(clock)
+    serve(memory)
+    frozen = claim(memory, "frozen", lease_ms=1_000)
+    claim(memory, "live")
+    clock.advance(1_001)
+    page = ask(operator, "release")
+    assert verdicts(page) == {"frozen": "apply", "live": "held"}
+    renewal = Renewal(identity=frozen.identity, token=frozen.token, lease_ms=60_000, keep_ms=60_000)
+    assert memory.renew([renewal]) == [True]
+    operator.post(BULK, {**fields(page), "force": "on", "reason": "it hangs"})
+    assert left(memory, "frozen", "live") == {"frozen": State.PROCESSING, "live": None}
 
 
 def test_a_live_record_among_the_others_is_not_taken_by_a_forged_form(

@@ -11,11 +11,10 @@ from celery.signals import before_task_publish
 from django.test import Client
 
 from celery_idempotent import FailedByOperator
-from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, address, fields, text
-from tests.support.admin import TASK, claim, identity, settle
+from tests.support.admin import TASK, claim, identity
 from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
@@ -141,42 +140,6 @@ def test_a_message_that_cannot_be_published_stays_queued_and_the_operator_is_tol
     assert "not published yet" in entries()[0][2]
 
 
-@pytest.mark.parametrize("operation", ["release", "fail", "forget", "requeue"])
-def test_a_live_owner_keeps_its_key_unless_it_is_forced_with_a_reason(
-    store: Store, serve: Serve, operator: Client, operation: str
-) -> None:
-    app = serve(store)
-    claim(store, "a", message=message_of(app, "a"))
-    before = store.get(identity("a"))
-    for given in ({}, {"reason": "because"}, {"force": "on"}, {"force": "on", "reason": "  "}):
-        answer = confirm(operator, "a", operation, **given)
-        assert answer.status_code == 400
-        assert "a live owner" in text(answer)
-    after = store.get(identity("a"))
-    assert after == before
-    assert entries() == []
-    answer = confirm(operator, "a", operation, force="on", reason="it hangs")
-    assert answer.status_code == 302
-    after = store.get(identity("a"))
-    assert after is None or after.state in {State.FAILED, State.QUEUED}
-    ((_, _, note),) = entries()
-    assert "forced on a live owner" in note
-    assert "it hangs" in note
-
-
-def test_without_its_csrf_token_nothing_is_done(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
-    settle(memory, claim(memory, "a"))
-    strict = Client(SERVER_NAME="localhost", enforce_csrf_checks=True)
-    strict.cookies = operator.cookies
-    page = strict.get(address("a", "forget"))
-    answer = strict.post(address("a", "forget"), fields(page))
-    assert answer.status_code == 403
-    assert memory.get(identity("a")) is not None
-
-
 def test_each_operation_needs_its_own_permission(
     memory: Store, serve: Serve, log_in: Callable[..., Client]
 ) -> None:
@@ -212,18 +175,3 @@ def test_without_the_view_permission_no_page_is_shown(
     ):
         assert browser.get(page).status_code == status, page
     assert "Idempotency" not in text(stranger.get("/admin/"))
-
-
-def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened(
-    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(memory)
-    settle(memory, claim(memory, "a"))
-
-    def fail(*_: Any, **__: Any) -> bool:
-        raise StoreUnavailable("the connection broke")
-
-    monkeypatch.setattr(memory, "forget", fail)
-    answer = confirm(operator, "a", "forget")
-    assert "Not known whether it was done" in text(operator.get(answer["Location"]))
-    assert entries()[0][2] == "Forget: it may have been done. Reason: a test"

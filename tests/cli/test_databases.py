@@ -72,6 +72,10 @@ def test_a_named_user_is_in_the_admins_log_and_a_scope_is_forgotten_with_its_out
     assert who == "alice"
     assert message == f"Forgotten. Reason: {reason}"
 
+    some = project.run("hybrid", "forget", "--all", "--scope", "acme", "--state", "FAILED", "--yes")
+    assert some.code == 0, some.text
+    assert len(own.rows(project.alias, "SELECT 1 FROM celery_idempotent_outbox")) == 1
+
     forgotten = project.run("hybrid", "forget", "--all", "--scope", "acme", "--yes", "--json")
     assert forgotten.code == 0, forgotten.text
     (line,) = forgotten.objects

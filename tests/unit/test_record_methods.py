@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from celery_idempotent import FailedByOperator, InProgress
@@ -42,17 +44,29 @@ def test_what_means_nothing_for_a_record_is_not_done(store, task, operation):
     assert store.get(identity("done")) == before
 
 
-@pytest.mark.parametrize("operation", ["release", "requeue", "fail", "forget"])
+@pytest.mark.parametrize("operation", ["release", "requeue", "fail", "forget", "complete"])
 def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(store, task, operation):
     claim(store, "busy", message=b"", on_stale="requeue")
-    operate = getattr(task, f"idempotency_{operation}")
+    value = (17,) if operation == "complete" else ()
+    operate = partial(getattr(task, f"idempotency_{operation}"), "busy", *value)
     with pytest.raises(InProgress, match=operation):
-        operate("busy")
+        operate()
     with pytest.raises(ValueError, match="say why"):
-        operate("busy", force=True)
-    assert operate("busy", force=True, reason="it hangs") is True
+        operate(force=True)
+    assert operate(force=True, reason="it hangs") is True
     found = store.get(identity("busy"))
     assert found is None or found.state is not State.PROCESSING
+
+
+def test_a_reason_forges_no_line(store, task, caplog):
+    store.interrupt(identity("crashed"), token=claim(store, "crashed").token)
+    assert task.idempotency_fail("crashed", who="bob", reason="x\nERROR paid\x1b[2K" + "y" * 999)
+    note = store.get(identity("crashed")).note
+    assert note.startswith(r"fail by bob: x\nERROR paid\x1b[2Kyyy")
+    assert len(note) == 600
+    (told,) = [each for each in caplog.messages if "bob failed" in each]
+    assert r"x\nERROR paid\x1b[2K" in told
+    assert told.isprintable()
 
 
 def answer(task, key):
@@ -89,15 +103,6 @@ class TestComplete:
         assert task.idempotency_complete("done", 17) is False
         assert task.idempotency_complete("nothing", 17) is False
         assert answer(task, "done") == 0
-
-    def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(self, store, task):
-        claim(store, "busy", fingerprint=None)
-        with pytest.raises(InProgress, match="complete"):
-            task.idempotency_complete("busy", 17)
-        with pytest.raises(ValueError, match="say why"):
-            task.idempotency_complete("busy", 17, force=True)
-        assert task.idempotency_complete("busy", 17, force=True, reason="it hangs")
-        assert answer(task, "busy") == 17
 
     @pytest.mark.parametrize(
         ("value", "problem"), [(object(), "cannot be written"), ("x" * 1001, "keeps no result")]

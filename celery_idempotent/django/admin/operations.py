@@ -11,6 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from django.contrib import messages
 from django.core.exceptions import BadRequest, PermissionDenied
@@ -70,8 +71,7 @@ class Mark:
         return f"{self.token} {self.state.value} {unparse(self.identity)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLine:
+class PlanLine(NamedTuple):
     """What is to become of a record. ``record``: as it is now, if there is one."""
 
     mark: Mark
@@ -183,8 +183,7 @@ class OperationPages(Pages):
         elif Mark.of(record) != mark:
             text = "Left alone: it has changed since it was shown."
         else:
-            # Only a task of this app can be asked to write a value.
-            known = operation != "complete" or _is_known(mark.identity)
+            known = definition_of(celery_app(), mark.identity.namespace, load=True) is not None
             found = verdict(operation, record, now_ms, known=known)
             text = {
                 "skip": f"Left alone: {OPERATIONS[operation].refusal}",
@@ -217,24 +216,23 @@ class OperationPages(Pages):
             force=force,
             value=form.cleaned_data.get("value"),
         )
-        done, word = 0, OPERATIONS[operation].done.capitalize()
+        done, word = [], OPERATIONS[operation].done.capitalize()
         ended = list(operate_on_each(celery_app(), wanted, marks))
         for each in ended:
             identity = each.record.identity
-            if each.outcome is None:
-                text = f"Not known whether it was done: {identity}. {each.trouble}"
-                messages.error(request, text)
-                continue
-            if each.outcome is Outcome.DONE:
-                if len(marks) > 1:
-                    done += 1
-                else:
-                    messages.success(request, f"{word}: {identity}.")
-                continue
-            level = messages.WARNING if each.outcome is Outcome.UNSENT else messages.ERROR
-            messages.add_message(request, level, f"{OUTCOMES[each.outcome]} ({identity})")
+            match each.outcome:
+                case None:
+                    text = f"Not known whether it was done: {identity}. {each.trouble}"
+                    messages.error(request, text)
+                case Outcome.DONE:
+                    done.append(identity)
+                case Outcome.UNSENT:
+                    messages.warning(request, f"{OUTCOMES[each.outcome]} ({identity})")
+                case _:
+                    messages.error(request, f"{OUTCOMES[each.outcome]} ({identity})")
         if done:
-            messages.success(request, f"{word}: {done} of {len(marks)}.")
+            which = f"{len(done)} of {len(marks)}" if len(marks) > 1 else done[0]
+            messages.success(request, f"{word}: {which}.")
         if untried := len(marks) - len(ended):
             messages.error(request, f"{untried} not tried: the store does not answer.")
 
@@ -255,10 +253,6 @@ def _form(
         live=len(live),
         read=read,
     )
-
-
-def _is_known(identity: Identity) -> bool:
-    return definition_of(celery_app(), identity.namespace, load=True) is not None
 
 
 def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:
