@@ -89,7 +89,7 @@ def test_all_that_is_stored_of_a_user_is_forgotten(project):
     from django.contrib.auth.models import User
 
     from celery_idempotent.django import user_scope
-    from celery_idempotent.django.http.keys import http_identity
+    from celery_idempotent.http.keys import http_identity
 
     alice, bob = User(pk=project.alice), User(pk=project.alice + 1)
     store = open_store(f"django://{project.alias}")

@@ -26,8 +26,8 @@ from django.views.decorators.gzip import gzip_page
 
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.django.http import idempotent_view
-from celery_idempotent.django.http.describing import describe
 from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.http.describing import describe
 from celery_idempotent.protocol.run import Body, Run
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store

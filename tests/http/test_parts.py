@@ -18,11 +18,12 @@ from django.views import View
 from celery_idempotent.django import user_scope
 from celery_idempotent.django.http import idempotent_view, keyed_view
 from celery_idempotent.django.http.bodies import receive, request_fingerprint
-from celery_idempotent.django.http.keys import caller_scope, http_identity, read_key, session_scope
+from celery_idempotent.django.http.callers import caller_scope, session_scope
 from celery_idempotent.django.http.messages import pack_response, read_response
 from celery_idempotent.django.http.options import http_options
-from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
+from celery_idempotent.http.keys import http_identity, read_key
+from celery_idempotent.http.problems import RequestRefused
 from celery_idempotent.keys.fingerprints import MAX_DEPTH
 from celery_idempotent.records import Stored
 from tests.sql.databases import ready
@@ -129,8 +130,8 @@ def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:
     ],
 )
 def test_a_key_is_a_string_of_rfc_9651_or_bare(factory: Any, value: str, key: str) -> None:
-    assert read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value)) == key
-    assert read_key(factory.post("/")) is None
+    assert read_key(value) == key
+    assert read_key(None) is None
 
 
 REFUSED: list[tuple[str, str]] = [
@@ -151,7 +152,7 @@ REFUSED: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("value", "told"), REFUSED, ids=[each[:12] for each, _ in REFUSED])
 def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: str) -> None:
     with pytest.raises(RequestRefused) as refused:
-        read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value))
+        read_key(value)
     assert refused.value.code == "idempotency_key_invalid"
     assert told in str(refused.value)
 

@@ -29,8 +29,9 @@ from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark, OperationPages
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.decorators import view_namespaces
-from celery_idempotent.django.http.messages import CONTENT_TYPE, REPLAYED, read_response
+from celery_idempotent.django.http.messages import read_response
 from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.http.responses import CONTENT_TYPE, REPLAYED
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS

@@ -18,8 +18,6 @@ The fingerprint is equal for every way to write the same body::
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from collections.abc import Mapping
 from io import SEEK_END, BytesIO
 from typing import TYPE_CHECKING, Any, Final
@@ -31,14 +29,9 @@ from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from celery_idempotent.django.http.options import HttpOptions
-from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.keys.fingerprints import (
-    NoFormError,
-    Written,
-    fingerprint_of,
-    form,
-    quote,
-)
+from celery_idempotent.http import fingerprints
+from celery_idempotent.http.problems import RequestRefused
+from celery_idempotent.keys.fingerprints import NoFormError, form, quote
 
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
@@ -125,13 +118,8 @@ def _check_size(size: int, options: HttpOptions) -> None:
         )
 
 
-#: A float distinguishes numbers of so many digits, times ten to the power of up to so much.
-_FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
-
 _FORM = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
-#: The form of a query string without fields.
-_NO_QUERY = form({})
 
 
 def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOptions) -> bytes:
@@ -152,9 +140,8 @@ def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOp
     else:
         body = _body(request)
     has_query = request.META.get("QUERY_STRING") or "GET" in vars(request)
-    query = form(dict(request.GET.lists())) if has_query else _NO_QUERY
-    parts = (str(request.method), request.path_info)
-    return fingerprint_of(" ".join([*map(quote, parts), query, body]))
+    query = dict(request.GET.lists()) if has_query else None
+    return fingerprints.request_fingerprint(str(request.method), request.path_info, query, body)
 
 
 def _body(request: HttpRequest) -> str:
@@ -170,11 +157,7 @@ def _body(request: HttpRequest) -> str:
             return f"form {_form_fields(data)}"
     except (MultiPartParserError, UnicodeError) as error:
         raise _malformed_form() from error
-    if content_type == "application/json" or content_type.endswith("+json"):
-        canonical = _json(raw)
-        if canonical is not None:
-            return f"json {canonical}"
-    return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
+    return fingerprints.body_form(content_type, raw)
 
 
 def _check_charset(request: HttpRequest) -> None:
@@ -183,34 +166,6 @@ def _check_charset(request: HttpRequest) -> None:
         "a".encode(request.encoding or "utf-8")
     except (LookupError, UnicodeError) as error:
         raise RequestRefused("body_unreadable", "Its charset is none.") from error
-
-
-def _json(raw: bytes) -> str | None:
-    """Return the canonical form of a JSON body; ``None`` if it is none, or too deep for one: then its bytes count."""
-    try:
-        return form(_DECODER.decode(raw.decode(json.detect_encoding(raw), "surrogatepass")))
-    except (ValueError, RecursionError, NoFormError):
-        return None
-
-
-def _number(text: str) -> float | Written:
-    """Return a JSON number in a form that differs from that of every other: a float, unless it has more digits.
-
-    Numbers of up to 15 digits are as many floats. ``0.1``, ``0.10`` and ``1e-1`` are one number.
-    """
-    if len(text) <= _FLOAT_DIGITS + 1 and "e" not in text and "E" not in text:
-        return float(text)
-    mantissa, _, exponent = text.lower().partition("e")
-    whole, _, fraction = mantissa.lstrip("-").partition(".")
-    padded = (whole + fraction).lstrip("0")
-    digits = padded.rstrip("0")
-    power = int(exponent or 0) - len(fraction) + len(padded) - len(digits)
-    if not digits or (len(digits) <= _FLOAT_DIGITS and abs(power) <= _FLOAT_POWER):
-        return float(text)
-    return Written(f"{'-' if text.startswith('-') else ''}{digits}e{power}")
-
-
-_DECODER: Final = json.JSONDecoder(parse_float=_number)
 
 
 def _form_fields(data: QueryDict) -> str:

@@ -24,22 +24,24 @@ from django.core.signals import setting_changed
 from celery_idempotent.django.applications import APP_SETTING
 from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
 from celery_idempotent.django.http.guards import Guard, Guarded
-from celery_idempotent.django.http.keys import read_key
+from celery_idempotent.django.http.messages import refusal
 from celery_idempotent.django.http.options import (
     HTTP_NAMESPACE,
     HTTP_SETTING,
+    KEY_META,
     METHODS,
     HttpOptions,
     http_options,
     refuse_unused,
 )
-from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.transactions import (
     non_atomic_databases,
     roll_back_requests,
     unwrapped,
 )
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.http.keys import read_key
+from celery_idempotent.http.problems import RequestRefused
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
@@ -293,12 +295,12 @@ def _read_request(
     if request.method not in METHODS:
         return None
     try:
-        key = read_key(request, required=options.required)
+        key = read_key(request.META.get(KEY_META), required=options.required)
         request.idempotency_key = key
         if receives:
             receive(request, options)
     except RequestRefused as refused:
-        return refused.response(options.docs_url)
+        return refusal(refused, options)
     return None
 
 
@@ -307,7 +309,7 @@ def _too_large(request: HttpRequest, options: HttpOptions, error: Exception) -> 
     if request.method not in METHODS:
         raise error
     roll_back_requests()
-    return body_too_large().response(options.docs_url)
+    return refusal(body_too_large(), options)
 
 
 def _rest_view(seen: HttpRequest) -> Any:

@@ -26,16 +26,16 @@ from django.http import HttpRequest, HttpResponseBase
 
 from celery_idempotent.django.applications import app_of, named_app
 from celery_idempotent.django.http.bodies import receive, request_fingerprint
-from celery_idempotent.django.http.describing import failure_of
-from celery_idempotent.django.http.keys import caller_scope, http_identity
+from celery_idempotent.django.http.callers import caller_scope
 from celery_idempotent.django.http.messages import (
     awaited,
     pack_response,
+    problem,
     read_response,
+    refusal,
     response_of,
 )
 from celery_idempotent.django.http.options import HTTP_NAMESPACE, METHODS, HttpOptions
-from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.http.transactions import (
     atomic_aliases,
     atomic_requests,
@@ -48,6 +48,9 @@ from celery_idempotent.errors import (
     ResultUnavailable,
 )
 from celery_idempotent.events import Reporter, worker_name
+from celery_idempotent.http.describing import failure_of
+from celery_idempotent.http.keys import http_identity
+from celery_idempotent.http.problems import RequestRefused
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Run, execute
 from celery_idempotent.records import Identity, Record, Stored
@@ -204,8 +207,8 @@ class Guard:
             run = _RequestRun(self, guarded, http_identity(HTTP_NAMESPACE, scope, key))
             refuse_open_transactions()
             return self._execute(run, guarded)
-        except RequestRefused as refusal:
-            return refusal.response(options.docs_url)
+        except RequestRefused as refused:
+            return refusal(refused, options)
         finally:
             # Some middleware hands the same request to its view once more.
             guarded.request.idempotency_guarded = False  # type: ignore[attr-defined]  # ours

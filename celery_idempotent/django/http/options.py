@@ -35,6 +35,9 @@ HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 #: The namespace of the keys of all views with ``@idempotent_view``.
 HTTP_NAMESPACE: Final = "http"
 
+#: Where a request has its ``Idempotency-Key``.
+KEY_META: Final = "HTTP_IDEMPOTENCY_KEY"
+
 #: The methods that need a key; the others have no effect to repeat.
 METHODS: Final = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 

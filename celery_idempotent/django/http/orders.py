@@ -16,12 +16,13 @@ from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.bodies import receive
-from celery_idempotent.django.http.keys import caller_scope, http_identity, read_key
-from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.django.http.callers import caller_scope
+from celery_idempotent.django.http.options import KEY_META, HttpOptions, http_options
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.outbox.payload import SENDER_OPTIONS, absolute
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.http.keys import http_identity, read_key
+from celery_idempotent.http.problems import RequestRefused
 from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER, Identified
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import Store, get_store
@@ -166,7 +167,7 @@ def read_request(
     # A Request of Django REST framework wraps Django's.
     plain = getattr(request, "_request", request)
     try:
-        key = read_key(plain, required=options.required) or str(uuid.uuid4())
+        key = read_key(plain.META.get(KEY_META), required=options.required) or str(uuid.uuid4())
         receive(plain, options)
         if callable(scope):
             scope = scope(request)

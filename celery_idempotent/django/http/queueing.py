@@ -29,12 +29,13 @@ from django.http import HttpResponse, JsonResponse
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery.delivery import copied
 from celery_idempotent.django.http import reservations
-from celery_idempotent.django.http.describing import describe, failure_of
-from celery_idempotent.django.http.messages import REPLAYED
+from celery_idempotent.django.http.messages import problem, refusal
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import ErrorStatus, QueuedRequest, read_request
-from celery_idempotent.django.http.problems import RETRY_AFTER, RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
+from celery_idempotent.http.describing import describe, failure_of
+from celery_idempotent.http.problems import RETRY_AFTER, RequestRefused
+from celery_idempotent.http.responses import REPLAYED
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def enqueue(
             return _send_unguarded(send, using=using, in_transaction=in_transaction)
         found = _reserve_or_find(queued, in_transaction=in_transaction)
         return _answer(queued, found, in_transaction=in_transaction)
-    except RequestRefused as refusal:
-        return refusal.response(options.docs_url)
+    except RequestRefused as refused:
+        return refusal(refused, options)
 
 
 def _send_unguarded(
@@ -219,7 +220,7 @@ def _is_retryable(queued: QueuedRequest, record: Record) -> bool:
 
 def _status_response(queued: QueuedRequest, record: Record, *, replayed: bool) -> HttpResponse:
     """Return the answer about an operation that has not failed: 200 once it is done, 202 while it is not."""
-    described = describe(record, key=queued.key, task=queued.task)
+    described = describe(record, key=queued.key, task=queued.task, encoder=DjangoJSONEncoder)
     status = 200 if described["settled"] else 202
     body = {**described, "url": queued.url}
     response = JsonResponse(body, status=status, encoder=DjangoJSONEncoder)

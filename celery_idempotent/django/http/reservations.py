@@ -25,10 +25,10 @@ from kombu.exceptions import OperationalError
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery.reserving import give_back
 from celery_idempotent.django.http.orders import QueuedRequest
-from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.transactions import first_on_commit
 from celery_idempotent.errors import STORE_ERRORS
 from celery_idempotent.events import Line
+from celery_idempotent.http.problems import RequestRefused
 from celery_idempotent.records import Record, Reservation, ReserveRequest, State
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,13 @@ from django.views.decorators.http import require_safe
 
 from celery_idempotent.celery.registry import find_task
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.describing import describe
-from celery_idempotent.django.http.keys import caller_scope, http_identity
+from celery_idempotent.django.http.callers import caller_scope
+from celery_idempotent.django.http.messages import refusal
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.problems import RETRY_AFTER, RequestRefused
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.http.describing import describe
+from celery_idempotent.http.keys import http_identity
+from celery_idempotent.http.problems import RETRY_AFTER, RequestRefused
 from celery_idempotent.stores import get_store
 
 _VARY = ("Authorization", "Cookie")
@@ -59,8 +61,8 @@ def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     options = http_options()
     try:
         described = _look_up(request, _text(namespace), _text(key), options)
-    except RequestRefused as refusal:
-        response = refusal.response(options.docs_url)
+    except RequestRefused as refused:
+        response: HttpResponseBase = refusal(refused, options)
         patch_vary_headers(response, _VARY)
         return response
     body = json.dumps(described, cls=DjangoJSONEncoder)
@@ -91,4 +93,5 @@ def _look_up(
     if record is None or record.uncommitted:
         # The same answer for a key that never existed, was forgotten, may be rolled back, or is another caller's.
         raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
-    return describe(record, key=key, task=find_task(app, namespace, load=True))
+    task = find_task(app, namespace, load=True)
+    return describe(record, key=key, task=task, encoder=DjangoJSONEncoder)

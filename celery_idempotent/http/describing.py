@@ -15,12 +15,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent import errors
-from celery_idempotent.django.http.messages import CONTENT_TYPE, read_response
-from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.http.problems import RequestRefused
+from celery_idempotent.http.responses import CONTENT_TYPE, read_response
 from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import Serializer
 
@@ -52,9 +51,15 @@ class Failure:
     error: dict[str, str]
 
 
-def describe(record: Record, *, key: str, task: DefinedTask | None) -> dict[str, Any]:
-    """Return what the status resource says: JSON, in an order for people."""
-    result, state = _result_of(record, task)
+def describe(
+    record: Record,
+    *,
+    key: str,
+    task: DefinedTask | None,
+    encoder: type[json.JSONEncoder] = json.JSONEncoder,
+) -> dict[str, Any]:
+    """Return what the status resource says: JSON for this encoder, in an order for people."""
+    result, state = _result_of(record, task, encoder)
     described: dict[str, object] = {
         "namespace": record.identity.namespace,
         "key": key,
@@ -127,7 +132,9 @@ def _sendable(value: object) -> str:
         return ""
 
 
-def _result_of(record: Record, task: DefinedTask | None) -> tuple[dict[str, object], State]:
+def _result_of(
+    record: Record, task: DefinedTask | None, encoder: type[json.JSONEncoder]
+) -> tuple[dict[str, object], State]:
     """Return the members about the result, and the state: the task that replaced this one may still run.
 
     Raises:
@@ -142,10 +149,12 @@ def _result_of(record: Record, task: DefinedTask | None) -> tuple[dict[str, obje
         return {}, record.state  # kept or not: who knows this task can say
     try:
         if record.value is not None and not record.replaced:
-            return _if_json({"result": definition.codec.load_value(record.value)}), record.state
+            return _if_json(
+                {"result": definition.codec.load_value(record.value)}, encoder
+            ), record.state
         outcome = task.AsyncResult(record.task_id)
         if outcome.state == "SUCCESS":
-            return _if_json({"result": outcome.result}), record.state
+            return _if_json({"result": outcome.result}, encoder), record.state
         if record.replaced and not outcome.ready():
             return {}, State.PROCESSING
     except (errors.IdempotencyError, AttributeError, NotImplementedError):
@@ -166,15 +175,15 @@ def _result_of(record: Record, task: DefinedTask | None) -> tuple[dict[str, obje
 def _response_of(stored: Stored) -> dict[str, object]:
     """Return the status alone: the view may ask who repeats its answer (``authorize``), this resource cannot."""
     try:
-        return {"result": {"status": read_response(stored).status_code}}
+        return {"result": {"status": read_response(stored).status}}
     except errors.ResultUnavailable:
         return {"result_kept": False}
 
 
-def _if_json(members: dict[str, object]) -> dict[str, object]:
+def _if_json(members: dict[str, object], encoder: type[json.JSONEncoder]) -> dict[str, object]:
     """Return the members if JSON can say them."""
     try:
-        json.dumps(members, cls=DjangoJSONEncoder)
+        json.dumps(members, cls=encoder)
     except Exception:  # noqa: BLE001  whatever the parts of a result do when they are asked
         return {"result_kept": False}
     return members

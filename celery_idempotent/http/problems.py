@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Final
-
-from django.core.serializers.json import DjangoJSONEncoder
-from django.http import HttpResponse, JsonResponse
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 #: What ``Retry-After`` says, in seconds.
 RETRY_AFTER: Final = 1
@@ -35,6 +33,14 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
 }
 
 
+class Problem(NamedTuple):
+    """An answer in JSON that says what went wrong."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Mapping[str, object]
+
+
 class RequestRefused(Exception):
     """A request that is not carried out."""
 
@@ -43,13 +49,13 @@ class RequestRefused(Exception):
         self.code = code
         self.detail = detail
 
-    def response(self, docs_url: str | None = None) -> HttpResponse:
+    def problem(self, docs_url: str | None = None) -> Problem:
         """Return the answer."""
         wait = RETRY_AFTER if CONDITIONS[self.code][0] in (409, 503) else None
-        return problem(self.code, self.detail, retry_after=wait, docs_url=docs_url)
+        return make_problem(self.code, self.detail, retry_after=wait, docs_url=docs_url)
 
 
-def problem(
+def make_problem(
     code: str,
     detail: str,
     *,
@@ -59,12 +65,17 @@ def problem(
     retry_after: float | None = None,
     docs_url: str | None = None,
     **members: object,
-) -> HttpResponse:
+) -> Problem:
     """Return a problem: one of :data:`CONDITIONS`, or one of your own with ``status``, ``title`` and ``retryable``.
 
     ``retry_after`` are seconds. With ``docs_url`` the type is a link into it, else ``about:blank``.
     """
     usual_status, usual_title, usual_retryable = CONDITIONS.get(code, (400, code, False))
+    headers = {"Content-Type": "application/problem+json", "Cache-Control": "no-store"}
+    if retry_after is not None:
+        headers["Retry-After"] = str(max(math.ceil(retry_after), 1))
+    if docs_url:
+        headers["Link"] = f'<{docs_url}>; rel="describedby"; type="text/html"'
     body: dict[str, object] = {
         "type": f"{docs_url}#{code}" if docs_url else "about:blank",
         "title": title or usual_title,
@@ -74,15 +85,4 @@ def problem(
         "retryable": usual_retryable if retryable is None else retryable,
         **members,
     }
-    response = JsonResponse(
-        body,
-        status=status or usual_status,
-        content_type="application/problem+json",
-        encoder=DjangoJSONEncoder,
-    )
-    response["Cache-Control"] = "no-store"
-    if retry_after is not None:
-        response["Retry-After"] = str(max(math.ceil(retry_after), 1))
-    if docs_url:
-        response["Link"] = f'<{docs_url}>; rel="describedby"; type="text/html"'
-    return response
+    return Problem(status or usual_status, headers, body)

@@ -1,33 +1,22 @@
-"""The key of a request, read from its ``Idempotency-Key`` header, and its scope: always the caller.
-
-The header is a string of RFC 9651, or a bare value. No caller sees a record of another.
-"""
+"""The key of a request: its ``Idempotency-Key`` header, a string of RFC 9651 or a bare value, and its identity."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey
+from celery_idempotent.http.problems import RequestRefused
 from celery_idempotent.keys.rules import canonical, excess
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
-
-if TYPE_CHECKING:
-    from django.http import HttpRequest
-
-    from celery_idempotent.django.http.options import HttpOptions
 
 logger = logging.getLogger(__name__)
 
 #: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
 MAX_HEADER_CHARS: Final = 1024
 
-_META: Final = "HTTP_IDEMPOTENCY_KEY"
 _KEY = r"[a-z*][a-z0-9_.*-]*"
 _QUOTED = r'"((?:[ !#-\[\]-~]|\\["\\])*)"'
 #: A number, a string, a token, bytes, a boolean, a date or a display string: what a parameter may be.
@@ -49,14 +38,13 @@ _STRING: Final = re.compile(rf"{_QUOTED}(?:; *{_KEY}(?:=(?:{_ITEM}))?)*", re.ASC
 _BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]+")
 
 
-def read_key(request: HttpRequest, *, required: bool = False) -> str | None:
-    """Return the key, ``None`` if the request has none and it is not ``required``.
+def read_key(raw: object, *, required: bool = False) -> str | None:
+    """Return the key that a header's value has, ``None`` if there is no header and none is ``required``.
 
     Raises:
         RequestRefused: ``idempotency_key_missing``; ``idempotency_key_invalid``, if the header is malformed, empty,
             doubled or too long. Its text says what is wrong and never repeats the value.
     """
-    raw = request.META.get(_META)
     if raw is None and required:
         raise RequestRefused(
             "idempotency_key_missing",
@@ -106,60 +94,6 @@ def _key_of(value: str) -> str:
 
 def _invalid(why: str) -> RequestRefused:
     return RequestRefused("idempotency_key_invalid", why)
-
-
-def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
-    """Return the scope of the caller's keys.
-
-    Raises:
-        RequestRefused: ``caller_unknown``, if the request has no known caller. All callers in one scope would
-            hand one visitor the answers of another.
-    """
-    if options.scope is not None:
-        scope = options.scope(request)
-        if scope is not None:
-            return scope
-        raise _caller_unknown("The request does not say who sends it.")
-    if (user := _user_of(request)) is None:
-        raise _caller_unknown("Log in, or send credentials.")
-    return _scope_of(user)
-
-
-def session_scope(request: HttpRequest) -> tuple[object, ...]:
-    """Return the scope of the user, or of the session of a visitor who is not logged in: ``scope=session_scope``.
-
-    Raises:
-        RequestRefused: ``caller_unknown``, without a session that the server keeps.
-    """
-    if (user := _user_of(request)) is not None:
-        return _scope_of(user)
-    session = getattr(request, "session", None)
-    if session is None:
-        raise _caller_unknown("There is no session to know the caller by.")
-    if not session.session_key:
-        session.save()  # gives it its key
-    key = session.session_key
-    # Signed cookies keep no session: their "key" is all its content, and changes with it.
-    if not key or not session.exists(key):
-        raise _caller_unknown("There is no session to know the caller by.")
-    # A digest: who reads records must not be able to take over sessions.
-    return (*tenant_scope(), "session", hashlib.sha256(key.encode()).hexdigest())
-
-
-def _user_of(request: HttpRequest) -> object:
-    user = getattr(request, "user", None)
-    return user if user is not None and user.is_authenticated else None
-
-
-def _scope_of(user: object) -> tuple[object, ...]:
-    try:
-        return user_scope(user)
-    except InvalidKey:
-        raise _caller_unknown("The user has no identity of its own.") from None
-
-
-def _caller_unknown(detail: str) -> RequestRefused:
-    return RequestRefused("caller_unknown", detail)
 
 
 def http_identity(namespace: str, scope: object, key: str) -> Identity:
