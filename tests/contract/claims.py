@@ -190,14 +190,6 @@ class ClaimContract(ContractBase):
             assert self.found(store) == record
         assert self.claim(store).uncommitted is False
 
-    def test_a_reserved_key_is_held_for_other_tasks(self, store: Store, advance: Advance) -> None:
-        record = self.reserve(store)
-        advance(self.lease_ms / 2)
-        answer = self.try_reserve(store, task_id="another")
-        assert isinstance(answer, Held)
-        assert answer.record == record == store.get(KEY)
-        assert 0 < answer.left_ms <= self.lease_ms / 2
-
     def test_a_stale_key_is_held_for_no_time(self, store: Store, advance: Advance) -> None:
         """Only a worker may take over a run that did not come back. "0 ms left" tells the publisher to send its
         message.

@@ -140,9 +140,6 @@ class UpkeepContract(ContractBase):
         store.close()
         assert store.get(KEY) == record
 
-    def test_it_is_a_store(self, store: Store) -> None:
-        assert isinstance(store, Store)
-
     @pytest.mark.parametrize(
         ("on_stale", "message"), [("requeue", None), ("fail", MESSAGE), ("interrupt", MESSAGE)]
     )

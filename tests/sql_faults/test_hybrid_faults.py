@@ -14,7 +14,6 @@ pytest.importorskip("django")
 
 from django.db import connections
 
-from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import open_store
 from tests.faults.conftest import Stage
@@ -138,24 +137,3 @@ def test_flushed_frozen_killed_and_back_empty_under_work_the_cache_costs_no_seco
         return hybrid.cache.look(identity_of(stage, key)) is not None
 
     wait_for(cached, 40, "the cache to be filled again", interval=0.3)
-
-
-def test_a_key_is_forgotten_only_when_the_cache_knows(
-    stage: Stage, hybrid: Any, private_redis: EmbeddedRedis
-):
-    stage.worker()
-    first = stage.send("work", "k")
-    assert stage.succeeds(first) == f"done by {first.id}"
-    name = identity_of(stage, "k")
-    assert hybrid.cache.look(name) is not None
-    private_redis.freeze()
-    with pytest.raises(StoreUnavailable):
-        hybrid.forget(name)
-    assert stage.succeeds(stage.send("work", "k")) == f"done by {first.id}"
-    private_redis.thaw()
-    # What the frozen one was told meanwhile it does now, too: nothing is answered by it.
-    assert hybrid.forget(name) is True
-    again = stage.send("work", "k")
-    assert stage.succeeds(again) == f"done by {again.id}"
-    assert stage.succeeds(stage.send("work", "k")) == f"done by {again.id}"
-    assert stage.effects("k") == 2

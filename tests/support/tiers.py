@@ -68,7 +68,6 @@ settings.load_profile("tests")
 #: the same scripts, or a wrapper passes on the same calls; what the scripts decide is the whole contract's on Redis.
 SMOKE = frozenset(
     {
-        "test_a_renewed_lease_starts_anew",
         "test_a_settled_key_answers_with_its_record",
         "test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit",
         "test_a_zombie_is_refused_by_every_verb",
