@@ -55,7 +55,7 @@ class Session:
 
     def namespaces(self) -> list[str]:
         """Return what keys may be for: the app's tasks, and the views of its Django project."""
-        views = django_part("celery_idempotent.django.http.decorators")
+        views = django_part("celery_idempotent.django.http.views")
         return list(
             dict.fromkeys([*namespaces(self.app), *(views.view_namespaces() if views else ())])
         )

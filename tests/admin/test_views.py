@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from django.test import Client
 
-from celery_idempotent.django.http.guards import _ResponseCodec
 from celery_idempotent.django.http.options import http_options
+from celery_idempotent.django.http.views import _ResponseCodec
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.records import Identity, State, Stored

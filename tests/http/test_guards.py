@@ -241,7 +241,7 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
             "Whether an earlier request with this key was carried out is not known; this one was not.",
         ),
     ):
-        monkeypatch.setattr("celery_idempotent.django.http.guards.execute", execute_)
+        monkeypatch.setattr("celery_idempotent.django.http.views.execute", execute_)
         answer = site.ask(f"/plain?note={note}", key)
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert answer.json()["detail"].startswith(said)
@@ -252,7 +252,7 @@ def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request
 ) -> None:
     """Its files are read by then, and its user may have changed."""
     monkeypatch.setattr(
-        "celery_idempotent.django.http.guards.execute", lambda _, body: (body(), body())[1]
+        "celery_idempotent.django.http.views.execute", lambda _, body: (body(), body())[1]
     )
     site, note = Site(options), new_key()
     answer = site.ask(f"/plain?note={note}", new_key())

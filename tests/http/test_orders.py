@@ -18,9 +18,9 @@ from django.test import RequestFactory, override_settings
 from celery_idempotent.django.http import (
     aenqueue,
     enqueue,
+    enqueueing,
     idempotent_view,
     keyed_view,
-    reservations,
 )
 from celery_idempotent.django.http.status import status
 from celery_idempotent.errors import InvalidOption, StoreUnavailable
@@ -471,7 +471,7 @@ def test_what_a_transaction_queues_is_promised_once_it_is_committed(
             assert record(charge).message is None, "nothing to be sent after a ROLLBACK"
             short = record(charge).deadline_ms - record(charge).updated_ms
             with monkeypatch.context() as patch:
-                patch.setattr(reservations, "REQUEST_RETRY_SECONDS", 0.2)
+                patch.setattr(enqueueing, "REQUEST_RETRY_SECONDS", 0.2)
                 refused = queue(charge)
             told = json.loads(refused.content)["code"]
             assert (refused.status_code, told) == (409, "request_in_progress")
@@ -542,11 +542,11 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     def kill(*_: Any, **__: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(reservations, "UNCOMMITTED_MS", 1500)
-    monkeypatch.setattr(reservations, "REQUEST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(enqueueing, "UNCOMMITTED_MS", 1500)
+    monkeypatch.setattr(enqueueing, "REQUEST_RETRY_SECONDS", 0.1)
     # Between the reservation and the message, with nobody left to give the key back.
     with monkeypatch.context() as patch:
-        patch.setattr(reservations, "queue_message", kill)
+        patch.setattr(enqueueing, "queue_message", kill)
         with pytest.raises(Killed):
             queue(sql)
     reserved = sql.idempotency_record("k", scope=("user", 7))

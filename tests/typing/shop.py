@@ -63,6 +63,7 @@ def calls() -> list[Any]:
     # The stubs of Celery list what a canvas takes: options of others go in as a dictionary.
     batch: dict[str, Any] = {"idempotency_key": "batch-7"}
     group([charge.s("a"), ship.s("b")]).apply_async(**batch)
+    batch = {"idempotency_key": "batch-8"}
     chain(charge.s("c"), ship.si("d")).apply_async(**batch)
     record = charge.idempotency_record("k", scope="tenant")
     assert record is not None

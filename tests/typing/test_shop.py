@@ -15,7 +15,8 @@ from tests.typing import shop
 
 MISTAKES = """
 from celery import Celery
-from celery_idempotent import IdempotentTask, checks, get_store, metrics, operations, testing
+from celery_idempotent import IdempotentTask, checks, get_store, metrics, testing
+from celery_idempotent.celery import finding
 
 app = Celery("typed shop", task_cls=IdempotentTask)
 
@@ -37,7 +38,7 @@ now: int = get_store(app).now_ms()
 metrics.install(app)
 checks.check(app)
 with testing.isolated_records(app) as store:
-    operations.find_task_id(app, store, "id")
+    finding.find_task_id(store, "id")
 get_store("redis://")  # wrong: reportArgumentType
 """
 

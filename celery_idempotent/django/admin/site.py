@@ -28,8 +28,8 @@ from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark, OperationPages
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.decorators import view_namespaces
 from celery_idempotent.django.http.messages import read_response
+from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.http.responses import CONTENT_TYPE, REPLAYED
 from celery_idempotent.records import Record

@@ -9,11 +9,10 @@
 from __future__ import annotations
 
 from celery_idempotent.django.http.callers import session_scope
-from celery_idempotent.django.http.decorators import idempotent_view, keyed_view
-from celery_idempotent.django.http.guards import object_permissions
+from celery_idempotent.django.http.enqueueing import aenqueue, enqueue
 from celery_idempotent.django.http.messages import problem
-from celery_idempotent.django.http.queueing import aenqueue, enqueue
 from celery_idempotent.django.http.status import status_url
+from celery_idempotent.django.http.views import idempotent_view, keyed_view, object_permissions
 
 __all__ = [
     "aenqueue",
