@@ -30,7 +30,6 @@ from celery_idempotent.errors import (
 from celery_idempotent.events import Reporter
 from celery_idempotent.keys.rules import Identifier
 from celery_idempotent.keys.stamp import Identified
-from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.options import Policy, read_task_options, refuse_unknown_settings
 from celery_idempotent.settings import own_settings
 from celery_idempotent.stores import get_store
@@ -175,7 +174,7 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
         InvalidOption: saying what to do.
     """
     run = inspect.getattr_static(task, "run")
-    kind = unfinished.kind_of(getattr(run, "__func__", run))
+    kind = _kind_of(getattr(run, "__func__", run))
     others = (each for each in task.__mro__ if each not in (base, Task))
     if not kind or any("__call__" in vars(each) for each in others):
         return
@@ -195,3 +194,19 @@ def _signature_of(task: type) -> inspect.Signature:
     if isinstance(run, staticmethod):
         return inspect.signature(run.__func__)
     return inspect.signature(MethodType(run, object()))
+
+
+def _kind_of(function: object) -> str:
+    """Return what a call of ``function`` gives instead of running it, ``""`` if it runs it.
+
+    What is hidden behind a decorator or a lambda is found when it returns (:func:`.is_unfinished`).
+    """
+    while isinstance(function, partial):
+        function = function.func
+    # An object that is called as a function.
+    for each in (function, getattr(type(function), "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(each):
+            return "coroutine"
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "generator"
+    return ""

@@ -31,12 +31,13 @@ from celery_idempotent.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.claim import Phase
 from celery_idempotent.protocol.run import (
     Body,
     Run,
+    close_unfinished,
     find_newer_claim,
+    is_unfinished,
     release,
     report_settled,
 )
@@ -147,8 +148,8 @@ class _Attempt:
                         raise
                     self._left = error  # another task carries on: what this one wrote stays
                 run.shield.closed = True
-                if unfinished.is_unfinished(type(self._value)):  # type: ignore[arg-type]  # classes are hashable
-                    raise unfinished.close(run.name, self._value)
+                if is_unfinished(type(self._value)):  # type: ignore[arg-type]  # classes are hashable
+                    raise close_unfinished(run.name, self._value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._settle(transaction)

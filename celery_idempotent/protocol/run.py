@@ -20,9 +20,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,7 +33,6 @@ from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Reporter
 from celery_idempotent.protocol.claim import Claim, Phase, current_run
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.shield import NO_SHIELD, Shield, VerbInterruptedError, shields
-from celery_idempotent.protocol.unfinished import close, is_unfinished
 from celery_idempotent.records import (
     ATTEMPT_BYTES,
     Answer,
@@ -243,7 +243,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
             value = run.in_transaction(run, body)
         run.shield.closed = True
         if is_unfinished(type(value)) and run.policy.mode != "observe":  # type: ignore[arg-type]  # classes are hashable
-            raise close(run.name, value)
+            raise close_unfinished(run.name, value)
     except BaseException as error:
         run.shield.closed = True
         end_failed(run, error)
@@ -266,6 +266,27 @@ def _report(
 ) -> None:
     store: Store | None = getattr(run, "store", None)
     run.reporter.report(outcome, run.identity, run.task_id, record, store=store, **details)
+
+
+@lru_cache(maxsize=256)
+def is_unfinished(kind: type) -> bool:
+    """Is a value of this class a run that has not come to its end, in place of a result?
+
+    Remembered: to ask abstract classes takes a hundred times as long.
+    """
+    return issubclass(kind, (Awaitable, Generator, AsyncGenerator))
+
+
+def close_unfinished(name: str, value: object) -> errors.IdempotencyError:
+    """Close a run that was never begun, and return the error that says so."""
+    for end in ("close", "cancel"):
+        if callable(how := getattr(value, end, None)):
+            how()
+            break
+    return errors.IdempotencyError(
+        f"{name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. A "
+        "task runs what it has to do before it returns, by asyncio.run(…) for example."
+    )
 
 
 # -- to claim ----------------------------------------------------------------------------------------------------------
