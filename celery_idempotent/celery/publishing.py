@@ -7,6 +7,15 @@ a canvas stamps, too: here those are Celery's stamps. ::
                                     ├─ reserve the key ─ send        idempotency_publish_once
                                     ├─ release the key ─ send        a run publishes its own retry
                                     └─ defer ─ commit ─ send         the outbox takes it
+
+A key that is reserved before its message is sent (``idempotency_publish_once``) has the first call answer all others::
+
+    first call    reserve: Reserved ─ send ─────────────────── worker: claim, run, settle
+    second call           reserve: Held ─ AsyncResult(first)          │
+    third call                                               reserve: Settled ─ AsyncResult(first)
+
+Should the producer die between the reservation and the sending, the reservation's deadline passes, and the next call
+sends under the same task id. Where the store fails the call is sent unreserved: the worker's claim guards the run.
 """
 
 from __future__ import annotations
@@ -15,20 +24,36 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from celery.canvas import Signature, maybe_signature
 from celery.exceptions import Reject
 from celery.utils import uuid
 
-from celery_idempotent.celery import callbacks, chains
+from celery_idempotent import signals
+from celery_idempotent.celery import callbacks
 from celery_idempotent.celery.definition import DefinedTask, Definition
-from celery_idempotent.celery.reserving import SendCall, lost_after_ms, reserve_and_send
+from celery_idempotent.celery.registry import has_active_tasks, is_other_task
+from celery_idempotent.celery.trees import AnySignature, with_last_task
 from celery_idempotent.celery.typed import Options, Result
-from celery_idempotent.errors import FingerprintMismatch
+from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
+from celery_idempotent.events import Line
 from celery_idempotent.keys import stamp
-from celery_idempotent.keys.stamp import Identified, as_mapping
+from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run, give_back, run_in_progress
+from celery_idempotent.records import (
+    Held,
+    Mismatched,
+    Record,
+    Reservation,
+    Reserved,
+    ReserveRequest,
+    Settled,
+    State,
+)
+from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -91,7 +116,7 @@ def publish(
         give_ids_to_callbacks(task.app, options)
     if chain := options.get("chain"):
         run = options["task_id"] = options.get("task_id") or uuid()
-        options["chain"] = [chains.with_run(task.app, chain[0], run), *chain[1:]]
+        options["chain"] = [with_run(task.app, chain[0], run), *chain[1:]]
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
     reserve = may_reserve and identified is not None and not identified.identity.by_task_id
     if intercept is not None:
@@ -272,3 +297,158 @@ def _after_rollback(release: Callable[[], object], publish_retry: Callable[[], o
         publish_retry()
     except Exception as error:
         raise Reject(error, requeue=False) from error  # as Task.retry() does
+
+
+# -- to reserve --------------------------------------------------------------------------------------------------------
+
+_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
+
+#: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
+RESERVED_MS = 60_000
+
+
+class SendCall(Protocol):
+    """Sends one call, whose arguments it has already."""
+
+    def __call__(self, **options: Any) -> Result:
+        """Send it with these options of ``apply_async``."""
+        ...
+
+
+def reserve_and_send(
+    task: DefinedTask,
+    definition: Definition,
+    identified: Identified,
+    send_call: SendCall,
+    options: Options,
+) -> Result:
+    """Reserve the key of a call and send it; return the first call's result if there was one.
+
+    Raises:
+        FingerprintMismatch: if the key was reserved or used with other arguments.
+    """
+    store = get_store(task.app)
+    identity, task_id = identified.identity, options["task_id"]
+    report = partial(definition.reporter.report, store=store)
+    try:
+        answer = _reserve(store, definition, identified, options)
+    except IdempotencyError as error:
+        # The worker's claim still guards the run: a second message does no harm.
+        report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
+        return send_call(**options)
+    match answer:
+        case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
+            # The first message is on its way, or its run is at work.
+            report(signals.replayed, identity, task_id, record)
+            return task.AsyncResult(record.task_id)
+        case Held(record, _):
+            # The lease ran out: the worker never came back, and with early acks the message is gone, too.
+            _use_task_id(options, record.task_id)
+            return send_call(**options)
+        case Settled(record, _):
+            # FAILED, or completed by an operator, who writes no result under the first id: then a worker answers this
+            # message from the record.
+            if record.state is State.COMPLETED and not record.settled_by_operator:
+                report(signals.replayed, identity, task_id, record)
+                return task.AsyncResult(record.task_id)
+            return send_call(**options)
+        case Mismatched(record):
+            report(signals.mismatched, identity, task_id, record)
+            raise FingerprintMismatch(
+                f"{record.identity} belongs to task {record.task_id}, which was called with other arguments: a key "
+                "stands for one intention."
+            )
+        case Reserved(record):
+            _use_task_id(options, record.task_id)
+            try:
+                sent = send_call(**options)
+            except BaseException:
+                release_reservation(store, record)
+                raise
+            report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
+            return sent
+
+
+def _reserve(
+    store: Store, definition: Definition, identified: Identified, options: Options
+) -> Reservation:
+    """Reserve the key; a mark that a retention of 0 left is forgotten first, if it is no answer for this call."""
+    policy = definition.policy
+    while True:
+        answer = store.reserve(
+            ReserveRequest(
+                identity=identified.identity,
+                fingerprint=identified.fingerprint,
+                task_id=options["task_id"],
+                deadline_ms=lost_after_ms(options),
+                keep_ms=policy.keep_ms,
+            )
+        )
+        if not isinstance(answer, (Settled, Mismatched)) or not policy.forgets(answer.record):
+            return answer
+        store.forget_mark(answer.record.identity, token=answer.record.token)
+
+
+def release_reservation(store: Store, record: Record) -> None:
+    """Release a reservation whose message is not sent.
+
+    Nothing is raised if the store fails: the caller has an error of its own to raise, and the reservation ends anyway.
+    """
+    try:
+        store.release(record.identity, token=record.token)
+    except IdempotencyError as error:
+        logger.warning(
+            "idempotency: could not release the reservation of %s, its deadline will end it: %s",
+            record.identity,
+            error,
+        )
+
+
+def _use_task_id(options: Options, task_id: str) -> None:
+    """Send a call under the task id that its key has already; its stamp names that id, too."""
+    stamped = read_stamp(options["headers"], options["task_id"])
+    options["task_id"] = task_id
+    options["headers"] = with_stamp(options["headers"], task_id, more=stamped)
+
+
+def lost_after_ms(options: Options) -> int:
+    """Return in how many milliseconds a message that is published now with these options counts as lost."""
+    wait = 0.0
+    eta = options.get("eta")
+    if options.get("countdown"):
+        wait = float(options["countdown"])
+    elif isinstance(eta, (datetime, str)):
+        eta = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
+        now = datetime.now(timezone.utc)
+        wait = ((eta if eta.tzinfo else eta.replace(tzinfo=timezone.utc)) - now).total_seconds()
+    return RESERVED_MS + max(int(wait * 1000), 0)
+
+
+# -- chains ------------------------------------------------------------------------------------------------------------
+
+
+def with_run(app: Celery, step: object, run: str) -> object:
+    """Return a copy of a chain's last step that says to which application of the chain it belongs.
+
+    A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` writes it to
+    the chain's options): without this the second one would pass for a redelivery of the first. A retried or redelivered
+    head carries it along.
+    """
+
+    def marked(task: AnySignature) -> AnySignature:
+        known = task.app if isinstance(task, Signature) else app
+        if is_other_task(known, str(task.get("task"))) or not has_active_tasks(known):
+            return task
+        options = task.get("options") or {}
+        headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
+        if not task_id or stamp.RUN in stamp.read_stamp(headers, task_id):
+            return task
+        marked = stamp.with_stamp(headers, task_id, more={stamp.RUN: run})
+        return {**task, "options": {**options, "headers": marked}}
+
+    last = with_last_task(step, marked)
+    if not isinstance(step, Signature):
+        return last
+    made: Any = maybe_signature(last, app=app)
+    made.update(last)  # a chord writes its header in another form when it is made
+    return made

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from celery.utils.functional import maybe_list
 
 from celery_idempotent.celery import callbacks, installation, publishing, replacing
-from celery_idempotent.celery.definition import define, is_celerys_own
+from celery_idempotent.celery.definition import DefinedTask, define, is_celerys_own
 from celery_idempotent.celery.delivery import Delivery, deliver, delivery_of, next_after_ours
-from celery_idempotent.celery.record_methods import RecordMethods
+from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.typed import Result, Sig
 from celery_idempotent.errors import FingerprintMismatch, InProgress, InvalidOption
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.run import OnCommit, give_back, run_in_progress, unguarded
+from celery_idempotent.records import Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+    from typing_extensions import Unpack
 
     from celery_idempotent.stores.base import Store
 
@@ -27,7 +30,15 @@ if TYPE_CHECKING:
 _FIRST = "idempotency_first"
 
 
-class IdempotentTask(RecordMethods):
+class How(TypedDict, total=False):
+    """What every operation takes: why, who does it, and whether a live owner loses the key."""
+
+    reason: str
+    who: str
+    force: bool
+
+
+class IdempotentTask(DefinedTask):
     """A task that takes effect once for each idempotency key.
 
     Use it as ``@app.task(base=IdempotentTask, idempotency_key="order_id")``, or for a whole app as
@@ -199,6 +210,71 @@ class IdempotentTask(RecordMethods):
         request: Any = self.request
         args, kwargs = request.args or (), request.kwargs or {}
         return unguarded(Delivery(self, self._ours(), request, args, kwargs))
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
+        """Return the record of a key of this task, or ``None``.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used.
+            StoreUnavailable: if the store did not answer.
+        """
+        return get_store(self.app).get(self._ours().identifier.identity(key, scope))
+
+    def idempotency_forget(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
+        """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
+
+        The log and the signal ``forgotten`` say who did it (this process, if no one is named) and the reason. To take
+        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+
+        Raises:
+            InProgress: if an owner within its lease holds the key, and this is not forced.
+            InvalidKey: if the key or scope cannot be used.
+            StoreUnavailable: if the store did not answer.
+        """
+        return self._operate(OperationRequest("forget", **how), key, scope)
+
+    def idempotency_release(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
+        """End the claim of a key of this task: the next delivery or call runs. ``False`` if nothing is queued or runs.
+
+        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        """
+        return self._operate(OperationRequest("release", **how), key, scope)
+
+    def idempotency_requeue(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
+        """Publish the message that the record of a key keeps once more. ``False`` if it keeps none.
+
+        That takes ``idempotency_on_stale="requeue"``, and an unfinished run. It is reported, refused and forced as
+        :meth:`idempotency_forget` is, and raises the same.
+        """
+        return self._operate(OperationRequest("requeue", **how), key, scope)
+
+    def idempotency_complete(
+        self, key: object, value: object, *, scope: object = None, **how: Unpack[How]
+    ) -> bool:
+        """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``. ``False`` if there is none.
+
+        Use this if the task took effect and its result was not recorded: ``value`` is what it would have
+        returned. The record stores who and why. It is reported, refused and forced as :meth:`idempotency_forget` is,
+        and raises the same.
+
+        Raises:
+            ValueError: if the value cannot be written as the task writes its results, or is too large.
+        """
+        stored = self._ours().codec.dump_given(value)
+        return self._operate(OperationRequest("complete", value=stored, **how), key, scope)
+
+    def idempotency_fail(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
+        """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``. ``False`` if there is none.
+
+        The record keeps who and why. It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
+        the same.
+        """
+        return self._operate(OperationRequest("fail", **how), key, scope)
+
+    def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:
+        return operate_or_raise(self.app, self._ours().identifier.identity(key, scope), request)
 
 
 def _put_claim_first(task: type[IdempotentTask]) -> None:

@@ -32,7 +32,7 @@ from celery.signals import (
 )
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
-from celery_idempotent.celery import reserving
+from celery_idempotent.celery import publishing
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger, Lines
 
@@ -144,7 +144,7 @@ def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
     """Ask for a retry that counts as lost a second after it is due, not a minute."""
     global _label
     _label = key
-    with mock.patch.object(reserving, "RESERVED_MS", 1000):
+    with mock.patch.object(publishing, "RESERVED_MS", 1000):
         return retrying(self, key, countdown=1)
 
 

@@ -15,7 +15,7 @@ import pytest
 from celery import chain, chord, group
 from kombu.exceptions import OperationalError
 
-from celery_idempotent.celery import reserving
+from celery_idempotent.celery import publishing
 from celery_idempotent.records import State
 from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site
@@ -37,7 +37,7 @@ def unattended(request, open_site):
 @pytest.fixture
 def short(monkeypatch):
     """Reservations that count as lost after a second."""
-    monkeypatch.setattr(reserving, "RESERVED_MS", 1000)
+    monkeypatch.setattr(publishing, "RESERVED_MS", 1000)
     return 1.0
 
 
@@ -108,10 +108,10 @@ class TestNothingLeaks:
         program = """
             import os
             from celery.signals import before_task_publish
-            from celery_idempotent.celery import reserving
+            from celery_idempotent.celery import publishing
             from tests.policies import app as app_module
 
-            reserving.RESERVED_MS = 6000
+            publishing.RESERVED_MS = 6000
             before_task_publish.connect(lambda **_: os._exit(9), weak=False)
             app_module.app.tasks["once"].delay(os.environ["KEY"])
         """

@@ -39,8 +39,7 @@ from kombu.exceptions import OperationalError
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery.delivery import copied
-from celery_idempotent.celery.publishing import stamp_call
-from celery_idempotent.celery.reserving import give_back, lost_after_ms
+from celery_idempotent.celery.publishing import lost_after_ms, release_reservation, stamp_call
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.bodies import receive
@@ -357,7 +356,7 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
             with transaction.atomic(using=queued.outbox_alias):
                 _stage_message(queued, record)
     except BaseException as error:
-        give_back(queued.store, record)
+        release_reservation(queued.store, record)
         # A transaction that is not ours must end with the error of its database.
         if in_transaction or not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
@@ -387,7 +386,7 @@ def _at_commit(queued: QueuedRequest, record: Record) -> None:
         logger.exception("idempotency: %s is committed and not queued", record.identity)
         if uncommitted or queued.message(record.task_id) is None:
             # No sweep can send it. A client that polls gets 404, and sends the request again.
-            give_back(queued.store, record)
+            release_reservation(queued.store, record)
 
 
 def enqueue(
