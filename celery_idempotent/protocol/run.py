@@ -50,6 +50,8 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from celery.utils.dispatch import Signal
     from typing_extensions import Unpack
 
@@ -316,7 +318,11 @@ def _claim(run: Run) -> Answer | Unanswered:
                 run.shield.waiting = True
                 run.renewed_at = time.monotonic()
                 answer = run.store.claim(request)
-                run.shield.waiting = False
+                if not _is_mark(answer, run):
+                    run.shield.waiting = False
+                    return answer
+                # This message is another one: delete the record, and claim again.
+                run.store.forget_mark(run.identity, token=answer.record.token)
             except errors.StoreMisconfigured as error:  # noqa: PERF203  one try failed, and the next may not
                 run.shield.waiting = False
                 return Unanswered(error)
@@ -326,15 +332,6 @@ def _claim(run: Run) -> Answer | Unanswered:
                     if isinstance(error, VerbInterruptedError):
                         error = errors.StoreUnavailable(str(error))
                     return Unanswered(error)
-            else:
-                if policy.retention_ms or not isinstance(answer, (Settled, Mismatched)):
-                    return answer
-                record = answer.record
-                if record.task_id == run.task_id or not policy.forgets(record):
-                    return answer
-                # With a retention of 0 a settled record only answers redeliveries of its own message. This message is
-                # another one: delete the record, and claim again.
-                run.store.forget_mark(run.identity, token=record.token)
     except BaseException:
         # A greenlet, or a thread without a shield, was ended before the answer was here: the store may have given us
         # the key.
@@ -344,6 +341,16 @@ def _claim(run: Run) -> Answer | Unanswered:
             if isinstance(answer, Claimed):
                 run.store.release(run.identity, token=answer.record.token)
         raise
+
+
+def _is_mark(answer: Answer, run: Run) -> TypeGuard[Settled | Mismatched]:
+    """Is this the mark of a retention of 0? A settled record then only answers redeliveries of its own message."""
+    return (
+        not run.policy.retention_ms
+        and isinstance(answer, (Settled, Mismatched))
+        and answer.record.task_id != run.task_id
+        and run.policy.forgets(answer.record)
+    )
 
 
 def _try_again(run: Run, failures: int, *, until: float) -> bool:
@@ -432,10 +439,11 @@ def settle(run: Run, state: EndState, outcome: Any) -> None:
         # The process, or the greenlet, ends in a moment: one last try, of the record alone.
         if run.phase is Phase.RUNNING:
             try:
-                end = _end_of(run, state, _dump(run, state, outcome))
-                _note_end(run, state, outcome, run.store.settle(end))
+                written = run.store.settle(_end_of(run, state, _dump(run, state, outcome)))
             except Exception as error:  # noqa: BLE001  of the store or the codec
                 _give_up(run, error)
+            else:
+                _note_end(run, state, outcome, written)
         raise
 
 

@@ -272,6 +272,16 @@ class TestRunning:
         other = a_call(task_id="another", fingerprint=b"f" * 16)
         assert execute(lambda: 3, retention_ms=0, call=other) == Ran(3)
 
+    def test_without_retention_a_store_that_is_away_for_a_moment_is_asked_again(
+        self, execute, store, fake_time
+    ):
+        execute(lambda: 1, retention_ms=0)
+        store.fail("forget_mark", StoreUnavailable)
+        assert execute(lambda: 2, retention_ms=0, call=a_call(task_id="another")) == Ran(2)
+        store.fail_always("forget_mark", StoreUnavailable)
+        late = execute(lambda: 3, retention_ms=0, call=a_call(task_id="a third"))
+        assert isinstance(late, StoreFailed)
+
     def test_without_retention_one_of_many_takes_the_key_of_the_last_run(self, execute, memory):
         """Two find the mark, and both forget it: the slower one must not forget the claim of the other."""
         execute(lambda: 1, retention_ms=0)
@@ -545,6 +555,20 @@ class TestStoreFailures:
         store.fail("settle", SoftTimeLimitExceeded, when=when)
         assert execute(lambda: 1) == Ran(1)
         assert memory.get(IDENTITY).state is State.COMPLETED
+
+    def test_a_fault_of_a_report_makes_no_written_end_a_failed_one(
+        self, execute, store, memory, events, monkeypatch
+    ):
+        store.fail("settle", SystemExit)
+
+        def report(*_: object) -> None:
+            raise ValueError("a fault")
+
+        monkeypatch.setattr(protocol, "report_settled", report)
+        with pytest.raises(ValueError, match="a fault"):
+            execute(lambda: 1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+        assert names(events) == ["claimed"]
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_an_exit_during_the_settle_leaves_it_one_more_try(self, execute, store, memory, when):
