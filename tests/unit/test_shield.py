@@ -12,8 +12,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from celery.utils.dispatch import Signal
 
-from celery_idempotent import backoff
+from celery_idempotent import backoff, signals
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import shield
 from celery_idempotent.protocol.claim import current_claim
@@ -73,6 +74,9 @@ def strike_one(number: int, signum: int, store: MemoryStore) -> str:
     """Say what became of a run whose ``number``-th instruction a signal strikes."""
     effects, seen, struck = list[str](), 0, ""
     backoff.seconds = lambda *_, **__: 0.0
+    for each in vars(signals).values():
+        if isinstance(each, Signal):
+            each.receivers = []  # those of other tests of this process, whose instructions are not ours
 
     def limit(*_: object) -> None:
         raise LimitError if signum == signal.SIGUSR1 else SystemExit
