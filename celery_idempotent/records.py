@@ -75,6 +75,13 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
+#: What the duplicates of a record do that was settled without its value or exception.
+WITHOUT_VALUE = {
+    State.COMPLETED: "will look for it in the result backend",
+    State.FAILED: "get ResultUnavailable",
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class Stored:
     """A serialized value or exception, as kombu's registry wrote it.

@@ -15,7 +15,7 @@ from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.claim import STEP_BYTES
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Stored
+from celery_idempotent.records import WITHOUT_VALUE, EndState, State, Stored
 from celery_idempotent.serializers import (
     NotStored,
     Serializer,
@@ -58,16 +58,12 @@ class TaskCodec:
             return self._nothing
         if isinstance(value, ResultBase):
             value = value.as_tuple()  # type: ignore[attr-defined]  # of all results
-        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
-        if not isinstance(stored, NotStored):
-            return stored
-        self._warn_not_kept(stored, "result")
-        return None
+        return self._dump(value, State.COMPLETED)
 
     @cached_property
     def _nothing(self) -> Stored | None:
         """What most tasks return; kombu takes longer to write it than the record takes to pack."""
-        return self._dump(None, "result")
+        return self._dump(None, State.COMPLETED)
 
     def dump_step(self, name: str, value: object) -> Stored:
         """Serialize the result of a step.
@@ -139,7 +135,7 @@ class TaskCodec:
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""
         backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
-        return self._dump(backend.prepare_exception(error, self._serializer.name), "exception")
+        return self._dump(backend.prepare_exception(error, self._serializer.name), State.FAILED)
 
     def load_error(self, stored: Stored | None) -> Exception:
         """Return the stored exception, to be raised again; whatever else was stored never is."""
@@ -188,19 +184,16 @@ class TaskCodec:
             arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
         return found, arguments
 
-    def _dump(self, value: object, what: str) -> Stored | None:
+    def _dump(self, value: object, state: EndState) -> Stored | None:
         stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
         if not isinstance(stored, NotStored):
             return stored
-        self._warn_not_kept(stored, what)
-        return None
-
-    def _warn_not_kept(self, stored: NotStored, what: str) -> None:
         logger.warning(
-            "idempotency: the %s of %s, a %s, is not kept in its record (%s): duplicates will look for it in "
-            "the result backend",
-            what,
+            "idempotency: the %s of %s, a %s, is not kept in its record (%s): duplicates %s",
+            "result" if state is State.COMPLETED else "exception",
             self._task,
             stored.type_name,
             stored.reason if stored.size is None else f"{stored.reason}: {stored.size} bytes",
+            WITHOUT_VALUE[state],
         )
+        return None

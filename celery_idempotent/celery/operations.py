@@ -232,16 +232,19 @@ def operate(
     live = is_live(record, store.now_ms())
     if live and not request.force:
         return Outcome.LIVE
+    message = f"{request.operation.capitalize()}: it may have been done"
     try:
         outcome = _execute(app, store, request, record)
-    except Exception:
-        _audit(identity, request, f"{request.operation.capitalize()}: it may have been done", live)
-        raise
+        message = OPERATIONS[request.operation].done.capitalize()
+        if outcome is Outcome.UNSENT:
+            message += " (its message is not published yet)"
+        elif outcome is Outcome.CHANGED:
+            message = ""
+    finally:
+        if message:
+            _audit(identity, request, message, live)
     if outcome is not Outcome.CHANGED:
         heartbeat.start()  # which writes the counters
-        done = OPERATIONS[request.operation].done.capitalize()
-        not_sent = " (its message is not published yet)" if outcome is Outcome.UNSENT else ""
-        _audit(identity, request, done + not_sent, live)
     return outcome
 
 
@@ -299,11 +302,16 @@ def operate_on_each(
 
 
 def _audit(identity: Identity, request: OperationRequest, message: str, live: bool) -> None:
-    if request.who:
-        message += ", forced on a live owner" if live else ""
-        message += f". Reason: {request.reason}" if request.reason else ""
-        for write_entry in audit_logs:
+    """Write an entry; an incident does not wait for a log that fails, and its outcome stays what it is."""
+    if not request.who:
+        return
+    message += ", forced on a live owner" if live else ""
+    message += f". Reason: {request.reason}" if request.reason else ""
+    for write_entry in audit_logs:
+        try:
             write_entry(identity, request, message)
+        except Exception as error:  # noqa: BLE001, PERF203  a database fails in its own ways
+            logger.warning("idempotency: the admin's log does not have this operation: %s", error)
 
 
 def _execute(app: Celery, store: Store, request: OperationRequest, record: Record) -> Outcome:

@@ -35,6 +35,7 @@ from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.shield import NO_SHIELD, Shield, VerbInterruptedError, shields
 from celery_idempotent.records import (
     ATTEMPT_BYTES,
+    WITHOUT_VALUE,
     Answer,
     Claimed,
     ClaimRequest,
@@ -468,9 +469,10 @@ def _write_end(run: Run, state: EndState, outcome: Any) -> None:
             if refusals == MAX_REFUSALS:
                 logger.warning(
                     "idempotency: the store does not take the result of %s (%s), which is settled without it: "
-                    "duplicates will look for it in the result backend",
+                    "duplicates %s",
                     run.identity,
                     error,
+                    WITHOUT_VALUE[state],
                 )
         else:
             _note_end(run, state, outcome, written)

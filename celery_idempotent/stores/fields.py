@@ -26,17 +26,22 @@ STATES = {letter: state for state, letter in LETTERS.items()}
 
 #: What a line may have, a store's own among them.
 _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
+#: A task id may be any text.
+_UTF_8 = ("utf-8", "surrogatepass")
 #: The kind of almost every value, which is left out.
 _USUAL_KIND = ["application/json", "utf-8"]
-#: ASCII, for a database's character set may be small.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _from_json = json.JSONDecoder().decode
 
 
 class FieldCodec:
-    """Writes and reads the fields for which a store has no place of its own; those are ``elsewhere``."""
+    """Writes and reads the fields that a store does not keep ``elsewhere``.
 
-    def __init__(self, *elsewhere: str) -> None:
+    ``ascii_only``: in letters of ASCII alone, for a database's character set may be small. A letter then takes up to 12
+    bytes, else 4.
+    """
+
+    def __init__(self, *elsewhere: str, ascii_only: bool = False) -> None:
+        self._to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=ascii_only).encode
         left_out = {*elsewhere, "message", "steps", "value"}
         #: The fields of the line by what they are if they are left out.
         self.defaults: dict[str, Any] = {
@@ -67,7 +72,7 @@ class FieldCodec:
         # The same for most runs of a process.
         line = self._usual(tuple(map(fields.get, self.defaults, self._values)))
         if others:
-            line = (line[:-1] + b"," if line else b"{") + _to_json(others)[1:].encode()
+            line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
         return line, data
 
     def _line(self, values: tuple[Any, ...]) -> bytes:
@@ -76,7 +81,7 @@ class FieldCodec:
             for (name, default), value in zip(self.defaults.items(), values, strict=True)
             if value != default
         }
-        return _to_json(unusual).encode() if unusual else b""
+        return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
     def decode(
         self, line: bytes, data: bytes, at: int, has_value: object, summary: bool = False
@@ -93,7 +98,7 @@ class FieldCodec:
         message: int | None = None
         steps: list[list[Any]] = []
         if line:
-            found = _from_json(line.decode())
+            found = _from_json(line.decode(*_UTF_8))
             kind = found.pop("value", _USUAL_KIND)
             message, steps = found.pop("message", None), found.pop("steps", [])
             found = {name: value for name, value in found.items() if name in _NAMES}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from celery_idempotent.records import Identity, Record, Selection, State
+from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     END_STATE_BY_NAME,
@@ -56,6 +56,22 @@ class ListingContract(ContractBase):
         assert (page.records, page.cursor) == ((), "")
         stats = store.stats()
         assert (stats.live, stats.stale, stats.interrupted, stats.failed) == (0, 0, 0, 0)
+
+    @pytest.mark.parametrize("letter", ["я", "漢", "\N{MONEY BAG}"])
+    def test_a_long_note_hides_no_other_field(self, store: Store, letter: str) -> None:
+        """As long as an operator's may be, in letters that take many bytes."""
+        claimed = self.claim(store)
+        end = SettleRequest(
+            record=claimed,
+            state=State.FAILED,
+            value=VALUE,
+            keep_ms=60_000,
+            restore=False,
+            note=letter * 600,
+        )
+        assert store.settle(end)
+        (listed,) = store.list(Selection(states=frozenset({State.FAILED}))).records
+        assert listed == dataclasses.replace(self.found(store), value=None)
 
     def test_each_state_lists_its_own(self, store: Store) -> None:
         for state in EVERY:

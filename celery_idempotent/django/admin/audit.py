@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
 from django.contrib.auth import get_user_model
 from django.contrib.contenttypes.models import ContentType
-from django.core.exceptions import SynchronousOnlyOperation
-from django.db import DatabaseError
 
 from celery_idempotent.celery.operations import OperationRequest
 from celery_idempotent.django.models import IdempotencyRecord
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
-
-logger = logging.getLogger(__name__)
 
 #: So many entries a page shows.
 _SHOWN = 20
@@ -29,22 +24,18 @@ _LONGEST = 3 * 12 * MAX_CHARS + 16
 def write_entry(identity: Identity, request: OperationRequest, message: str) -> None:
     """Write down what a user of this project did, or may have done; nothing about anybody else."""
     users = get_user_model()._default_manager  # a model of the project's own may have no `objects`
-    try:
-        user = users.filter(**{get_user_model().USERNAME_FIELD: request.who}).first()
-        if user is None:
-            return
-        # Not log_action(): Django 5.1 gave it another name and other arguments.
-        LogEntry.objects.create(
-            user_id=user.pk,
-            content_type=_content_type(),
-            object_id=unparse(identity),
-            object_repr=str(identity)[:200],
-            action_flag=DELETION if request.operation == "forget" else CHANGE,
-            change_message=message,
-        )
-    except (DatabaseError, SynchronousOnlyOperation) as error:
-        # An incident does not wait for this database: the event, the log and the record's note have it.
-        logger.warning("idempotency: the admin's log does not have this operation: %s", error)
+    user = users.filter(**{get_user_model().USERNAME_FIELD: request.who}).first()
+    if user is None:
+        return
+    # Not log_action(): Django 5.1 gave it another name and other arguments.
+    LogEntry.objects.create(
+        user_id=user.pk,
+        content_type=_content_type(),
+        object_id=unparse(identity),
+        object_repr=str(identity)[:200],
+        action_flag=DELETION if request.operation == "forget" else CHANGE,
+        change_message=message,
+    )
 
 
 def log_entries(identity: Identity) -> Sequence[LogEntry]:

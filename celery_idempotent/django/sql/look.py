@@ -27,7 +27,7 @@ from celery_idempotent.django.sql.rows import (
     stored_record,
 )
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, Record, SettleRequest
+from celery_idempotent.records import WITHOUT_VALUE, Identity, Record, SettleRequest
 from celery_idempotent.stores import deciding
 from celery_idempotent.stores.deciding import Asked, StoredRecord, decide
 
@@ -165,9 +165,10 @@ def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
     if isinstance(value, bytes) and not session.takes(value):
         logger.warning(
             "idempotency: the result of %s, of %d bytes, is more than the database accepts (max_allowed_packet), "
-            "and is not kept in its record: duplicates will look for it in the result backend",
+            "and is not kept in its record: duplicates %s",
             stored.record.identity,
             len(value),
+            WITHOUT_VALUE[stored.record.state],
         )
         value = None
     return (*columns, value)

@@ -47,7 +47,7 @@ STATE, TOKEN, DEADLINE, EXPIRES = (
     COLUMNS.index(name) for name in ("state", "token", "deadline_ms", "expires_ms")
 )
 
-_CODEC = FieldCodec("fingerprint", *COLUMNS)
+_CODEC = FieldCodec("fingerprint", *COLUMNS, ascii_only=True)
 _NAMES = (*(name for name in _CODEC.defaults if name != "requeues"), "message", "steps", "value")
 #: Bytes in the line, as hexadecimal digits.
 _IDS = ("fingerprint", "attempt")

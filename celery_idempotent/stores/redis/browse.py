@@ -19,8 +19,9 @@ from celery_idempotent.stores.redis.format import (
 )
 from celery_idempotent.stores.redis.servers import Link, Reply, exchange, pairs, plain
 
-#: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
-_SUMMARY = b"2047"
+#: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes. What
+#: is long in it is an operator's note, of 600 letters, and a task id that is no UUID, each letter of up to 4 bytes.
+_SUMMARY = b"3999"
 #: How many keys are read at once, or looked for by one step of a scan.
 _STEP = 500
 #: How many names of each index are read at first for a merge of all or of some records, how many more of one that has
