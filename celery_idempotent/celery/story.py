@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.finding import scope_in_words, task_name
@@ -161,56 +161,49 @@ def _error_name(app: Celery, record: Record) -> str:
 
 
 class Sweeps(NamedTuple):
-    """Whether sweeps run: every how many seconds one is due (``None``: never), how long ago the last one ended."""
+    """Whether sweeps run, in a sentence, and how long ago the last one ended."""
 
-    interval: float | None
+    well: bool
     ago_ms: int | None
-
-    @property
-    def well(self) -> bool:
-        """Did one end less than three intervals ago? Without an interval: did any?"""
-        if self.ago_ms is None:
-            return False
-        return self.interval is None or self.ago_ms < 3000 * self.interval
-
-    def __str__(self) -> str:
-        if self.interval is None:
-            return "This app asks for no sweeps."
-        last = "none has ended yet"
-        if self.ago_ms is not None:
-            last = f"the last ended {time_in_words(self.ago_ms)} ago"
-        doubt = "." if self.well else ": does beat run, and a worker that consumes its queue?"
-        return f"Sweeps are due every {self.interval:g} s, and {last}{doubt}"
+    sentence: str
 
 
-def sweeps_of(app: Celery, stats: Stats) -> Sweeps:
-    """Return whether sweeps run, by what the store counted."""
+def sweeps_of(app: Celery, store: Store, stats: Stats) -> Sweeps:
+    """Return whether a sweep ended less than three intervals ago, by what the store counted."""
+    ago_ms = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0)
+    if not store.supports_counting:
+        return Sweeps(True, ago_ms, "This store does not note sweeps.")
     try:
         interval = sweep_interval(app)
     except InvalidOption:
         interval = None  # a worker does not start with it, and says so
-    return Sweeps(
-        interval, None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0)
-    )
+    if interval is None:
+        return Sweeps(True, ago_ms, "This app asks for no sweeps.")
+    last = "none has ended yet" if ago_ms is None else f"the last ended {time_in_words(ago_ms)} ago"
+    well = ago_ms is not None and ago_ms < 3000 * interval
+    doubt = "." if well else ": does beat run, and a worker that consumes its queue?"
+    return Sweeps(well, ago_ms, f"Sweeps are due every {interval:g} s, and {last}{doubt}")
 
 
-def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> dict[str, object]:
-    """Return whether all is well right now, as JSON; ``outbox_ms`` is the age of the oldest message in the outbox.
+def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[dict[str, Any], str]:
+    """Return whether all is well right now, as JSON, and a sentence about sweeps.
+
+    ``outbox_ms`` is the age of the oldest message in the outbox.
 
     Raises:
         StoreUnavailable: if the store does not answer.
     """
     began = time.perf_counter()
-    sweeps = sweeps_of(app, store.stats())
+    sweeps = sweeps_of(app, store, store.stats())
     answered_ms = round((time.perf_counter() - began) * 1000, 1)
-    swept = not store.supports_counting or sweeps.interval is None or sweeps.well
     sent = outbox_ms is None or outbox_ms <= OUTBOX_MS
-    return {
-        "well": swept and sent,
+    found: dict[str, Any] = {
+        "well": sweeps.well and sent,
         "store": {"well": True, "answered_ms": answered_ms},
-        "sweep": {"well": swept, "ago_s": _seconds(sweeps.ago_ms)},
+        "sweep": {"well": sweeps.well, "ago_s": _seconds(sweeps.ago_ms)},
         "outbox": {"well": sent, "oldest_s": _seconds(outbox_ms)},
     }
+    return found, sweeps.sentence
 
 
 def _seconds(ms: int | None) -> int | None:
@@ -351,7 +344,8 @@ class _Explanation:
                     yield _MEANWHILE[self.policy.on_conflict]
             case State.PROCESSING:
                 yield f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store."
-                yield f"{sweeps_of(self.app, self.store.stats())} {_SWEPT[record.on_stale]}"
+                sweeps = sweeps_of(self.app, self.store, self.store.stats())
+                yield f"{sweeps.sentence} {_SWEPT[record.on_stale]}"
                 yield f"A delivery or call before that claims it at once, and {self._claimed(record.crashes + 1)}."
                 yield self._redelivery()
             case State.INTERRUPTED:

@@ -20,7 +20,6 @@ from celery_idempotent.celery.story import (
     check_health,
     iso,
     show_value,
-    sweeps_of,
     tell_absence,
     tell_story,
 )
@@ -379,14 +378,14 @@ def _write_health(session: Session, *, as_json: bool) -> None:
     """Write whether all is well right now, and end with the exit code."""
     outbox = django_part("celery_idempotent.django.outbox")
     waits = None if outbox is None else outbox.oldest_ms(using=session.store.outbox_alias)
-    found: dict[str, Any] = check_health(session.app, session.store, outbox_ms=waits)
+    found, sweeps = check_health(session.app, session.store, outbox_ms=waits)
     if as_json:
         write_json(found)
     else:
         oldest = found["outbox"]["oldest_s"]
         sentences = {
             "store": f"It counted in {found['store']['answered_ms']:.0f} ms.",
-            "sweep": str(sweeps_of(session.app, session.store.stats())),
+            "sweep": sweeps,
             "outbox": "Nothing waits." if oldest is None else f"A message waits for {oldest} s.",
         }
         for name, text in sentences.items():

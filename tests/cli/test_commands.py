@@ -572,6 +572,16 @@ def test_health_is_well_where_the_store_answers_and_sweeps_run(run, store):
     assert "well" in run("check", "--health").stdout
 
 
+def test_health_asks_the_store_once_and_says_that_it_notes_no_sweeps(run, store, monkeypatch):
+    stats, asked = store.stats, []
+    monkeypatch.setattr(store, "stats", lambda: asked.append(1) or stats())
+    monkeypatch.setattr(store, "supports_counting", False)
+    told = run("check", "--health")
+    assert told.exit_code == 0
+    assert "This store does not note sweeps." in told.stdout
+    assert asked == [1]
+
+
 def test_health_misses_sweeps_after_three_intervals(run, store):
     store.note_sweep()
     store._swept_ms -= 91_000  # every 30 s

@@ -190,7 +190,7 @@ class IdempotencyRecordAdmin(OperationPages):
         context = {
             "title": "Outcomes of the last 24 hours",
             "states": [(name, stats.said(name)) for name in names],  # type: ignore[arg-type]  # they are
-            "sweeps": sweeps_of(app, stats),
+            "sweeps": sweeps_of(app, store, stats).sentence,
             "counts": store.supports_counting,
             "charts": drawn[:CHARTS],
             "further": len(drawn[CHARTS:]),
