@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from celery_idempotent.testing.clock import FakeClock
 from celery_idempotent.testing.crashes import CrashReport, KilledAt, crash_matrix, lose_worker
 from celery_idempotent.testing.delivery import (
     Delivery,
@@ -14,6 +13,7 @@ from celery_idempotent.testing.delivery import (
     deliver_twice,
 )
 from celery_idempotent.testing.isolation import (
+    FakeClock,
     IsolatedRecords,
     idempotency_off,
     isolated_records,

@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
+import sys
 import time
 import uuid
-from collections import defaultdict
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery.canvas import Signature
 
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Selection, State
+from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing.clock import FakeClock
-from celery_idempotent.testing.delivery import Delivery, message_of
-from celery_idempotent.testing.isolation import isolated_records, redefined
-from celery_idempotent.testing.processes import (
-    AFTER_THE_RUN,
-    RETURN,
-    Kill,
-    body_of,
-    run_and_kill,
-)
+from celery_idempotent.testing.delivery import Delivery, Message, deliver_message, message_of
+from celery_idempotent.testing.isolation import FakeClock, isolated_records, redefined
 
 if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
     from celery_idempotent.celery.typed import AnyTask, Sig
-    from celery_idempotent.stores.base import Store
 
 #: So many kills at most: a loop over many items is tried with few.
 MAX_KILLS = 500
 
-#: Kills that follow no line.
-_BEFORE, _AFTER = 0, -1
+#: Places that are no line: before the first one (and the body's return), after the run.
+_BEFORE = _RETURN = 0
+_AFTER = -1
 
-#: The lease while records are in a database, whose clock a test cannot move.
+#: The lease meanwhile: nobody moves the clock of a database.
 _SHORT_LEASE_S = 1.0
+
+#: A process that takes longer is killed.
+_PROCESS_S = 60
 
 
 @dataclass(frozen=True, slots=True)
 class KilledAt:
     """A kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
 
-    ``effects`` is what the operation had brought about after the second delivery, which ended in ``state``.
-    ``verdict`` is ``ok``, ``doubled``, ``lost``, ``differs`` or ``failed``.
+    ``effects`` is what there was after the second delivery, which ended in ``state``. ``verdict`` is ``ok``,
+    ``doubled``, ``lost``, ``differs`` or ``failed``.
     """
 
     line: int
@@ -70,22 +75,19 @@ class CrashReport:
         return all(place.verdict == "ok" for place in self.places)
 
     def __str__(self) -> str:
-        of = defaultdict(list)
-        for place in self.places:
-            of[place.line].append(place)
+        rows = [("-", _BEFORE, "before the first line")]
+        rows += [(str(line), line, text) for line, text in self.source]
+        rows += [("-", _AFTER, "after the run, before the acknowledgement")]
         lines = [f"{self.task}, killed after each line; without a kill: {self.expected!r}"]
-        lines += _row(of[_BEFORE], "-", "before the first line")
-        for line, text in self.source:
-            lines += _row(of[line], f"{line}", text)
-        lines += _row(of[_AFTER], "-", "after the run, before the acknowledgement")
+        for number, line, text in rows:
+            verdict, found = "", ""
+            for place in self.places:
+                if place.line == line and verdict in {"", "ok"}:
+                    verdict = place.verdict
+                    found = "" if verdict == "ok" else f"    <- {place.effects!r}, {place.state}"
+            shown = verdict if verdict == "ok" else verdict.upper()
+            lines.append(f"{shown:>8} {number:>4}  {text}{found}".rstrip())
         return "\n".join(lines)
-
-
-def _row(places: Sequence[KilledAt], number: str, text: str) -> list[str]:
-    bad = [place for place in places if place.verdict != "ok"]
-    verdict = bad[0].verdict.upper() if bad else "ok" if places else ""
-    found = f"    <- {bad[0].effects!r}, {bad[0].state}" if bad else ""
-    return [f"{verdict:>8} {number:>4}  {text}{found}".rstrip()]
 
 
 def crash_matrix(
@@ -96,19 +98,15 @@ def crash_matrix(
 ) -> CrashReport:
     """Kill a task after every line of its body, deliver it again, and look at its effects.
 
-    Each kill is one of an operation of its own. ``arguments`` gets its name, a UUID as text, and returns the task's
-    positional arguments, or a signature with arguments and options (``charge.s(1999).set(idempotency_key=name)``). They
-    must give each operation a key of its own. ``effects`` gets the name too, and says what the operation brought about,
-    as seen from outside of the process: the rows of a database, the lines of a file, what a provider's sandbox counted.
-    It is compared with the effects of a run that nothing disturbed::
+    ``arguments`` gets the name of an operation, a UUID as text, and returns positional arguments, or a signature
+    (``charge.s(1999).set(idempotency_key=name)``), which give it a key of its own. ``effects`` gets the name too, and
+    says what the operation brought about, as seen from outside of the process::
 
         def test_a_kill_at_any_line_charges_once(bank):
             crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
 
-    The task runs in a fork of this process. Records are in memory, and the lease of a killed run is over at once; in a
-    Django database they stay there, with a lease of a second for the time being. The task's messages go nowhere.
-
-    Returns the report.
+    The task runs in a fork of this process, and its messages go nowhere. Records are in memory or, where the store is a
+    Django database, there.
 
     Raises:
         AssertionError: if a kill doubled, lost or changed an effect; its text is the report.
@@ -125,7 +123,7 @@ def crash_matrix(
     with _stage(task) as let_leases_end:
         name, message = begin()
         before = effects(name)
-        first = run_and_kill(task, message)
+        first = _run_and_kill(task, message)
         if first.delivery is None:
             raise AssertionError(
                 f"{task.name} did not end, though nothing killed it: {first.trouble}"
@@ -135,22 +133,22 @@ def crash_matrix(
             raise AssertionError(
                 f"effects() sees nothing of a run of {task.name}: it is {before!r} as before"
             )
-        # The last event is the return, which is of no line.
-        lines = [_BEFORE, *first.lines[:-1], _AFTER]
+        # The last events are the return and the end of the run.
+        lines = [_BEFORE, *first.lines[:-2], _AFTER]
         if len(lines) > MAX_KILLS:
             raise AssertionError(f"{task.name} executes {len(lines)} lines: give it less to do")
         killed = [(line, *begin()) for line in lines]
-        for event, (line, _, message) in enumerate(killed):
-            run_and_kill(task, message, kill=AFTER_THE_RUN if line == _AFTER else _at(event))
+        for event, (_, _, message) in enumerate(killed):
+            _run_and_kill(task, message, kill=("event", event))
         let_leases_end()
         places = []
         for line, name, message in killed:
-            second = run_and_kill(task, message, redelivered=True).delivery
+            second = _run_and_kill(task, message, redelivered=True).delivery
             found, end = effects(name), "no end" if second is None else second.state
             same = "ok" if end == state else "failed"
             verdict = same if found == expected else _difference(found, expected)
             places.append(KilledAt(line, found, end, verdict))
-    texts, number = inspect.getsourcelines(body_of(task))
+    texts, number = inspect.getsourcelines(_body_of(task))
     source = [(number + place, text.rstrip("\n")) for place, text in enumerate(texts)]
     report = CrashReport(task.name, expected, places, source)
     if not report.ok:
@@ -173,18 +171,14 @@ def lose_worker(
     Raises:
         AssertionError: if the run never comes to this line.
     """
-    places: dict[object, Kill] = {
-        "start": _at(0),
-        "end": lambda _, line: line == RETURN,
-        "acknowledge": AFTER_THE_RUN,
-    }
+    named = {"start": ("event", 0), "end": ("line", _RETURN), "acknowledge": ("line", _AFTER)}
+    kill = named[at] if isinstance(at, str) else ("line", at)
     with _stage(task) as let_leases_end:
         message = message_of(task, args, kwargs)
-        kill = places.get(at, lambda _, line: line == at)
-        if run_and_kill(task, message, kill=kill).delivery is not None:
+        if _run_and_kill(task, message, kill=kill).delivery is not None:
             raise AssertionError(f"{task.name} ended and never came to {at!r}")
         let_leases_end()
-        ended = run_and_kill(task, message, redelivered=True)
+        ended = _run_and_kill(task, message, redelivered=True)
     if ended.delivery is None:
         raise AssertionError(f"the second run of {task.name} did not end: {ended.trouble}")
     return ended.delivery
@@ -194,21 +188,20 @@ def lose_worker(
 def _stage(task: AnyTask) -> Iterator[Callable[[], None]]:
     """Give the task records of its own, and a function that lets the leases of dead owners end."""
     clock = FakeClock()
-    with isolated_records(task.app, clock=clock) as store:
-        if isinstance(store, MemoryStore):
-            yield lambda: clock.advance(ms=_leases_end_in_ms(store))
-        else:
-            with redefined(task, idempotency_lease=_SHORT_LEASE_S):
-                yield lambda: time.sleep(_leases_end_in_ms(store) / 1000)
+    with (
+        isolated_records(task.app, clock=clock) as store,
+        redefined(task, idempotency_lease=_SHORT_LEASE_S),
+    ):
 
+        def let_leases_end() -> None:
+            page = store.list(Selection(states=frozenset({State.PROCESSING})), limit=MAX_KILLS)
+            until_ms = max([0, *(each.deadline_ms or 0 for each in page.records)])
+            left_ms = max(until_ms - page.now_ms + 1, 0)
+            clock.advance(left_ms)
+            if not isinstance(store, MemoryStore):
+                time.sleep(left_ms / 1000)
 
-def _leases_end_in_ms(store: Store) -> int:
-    page = store.list(Selection(states=frozenset({State.PROCESSING})), limit=MAX_KILLS)
-    return max([0, *((each.deadline_ms or 0) - page.now_ms + 1 for each in page.records)])
-
-
-def _at(event: int) -> Kill:
-    return lambda count, _: count == event
+        yield let_leases_end
 
 
 def _difference(effects: Any, expected: Any) -> str:
@@ -220,3 +213,117 @@ def _difference(effects: Any, expected: Any) -> str:
         if sizes[0] < sizes[1]:
             return "lost"
     return "differs"
+
+
+@dataclass(slots=True)
+class _ProcessEnd:
+    """What a forked process did: the lines that it reached, and how the delivery ended, unless it died."""
+
+    lines: list[int]
+    delivery: Delivery | None = None
+    trouble: str = "its process died"
+    #: The records in memory, and the highest token of these.
+    records: tuple[Any, int] | None = None
+
+
+def _run_and_kill(
+    task: AnyTask,
+    message: Message,
+    *,
+    kill: tuple[str, int] | None = None,
+    redelivered: bool = False,
+) -> _ProcessEnd:
+    """Fork, deliver the message there, and kill the process at an event or a line; the records outlive it.
+
+    An event: a line of the task's body is about to be executed, the body returns, the run is over.
+    """
+    if not hasattr(os, "fork"):
+        raise IdempotencyError("a process is forked for this, which this system cannot do")
+    if "django.db" in sys.modules:
+        from celery_idempotent.django.testcases import close_before_fork
+
+        close_before_fork()
+    store, body = get_store(task.app), _body_of(task)
+    here, there = Pipe()
+    with warnings.catch_warnings():
+        # From Python 3.12 on: another thread may hold a lock. Celery and we make our locks anew in a child.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            here.close()
+            _Child(there, task, body, kill).deliver(message, redelivered)
+        finally:
+            os._exit(1)
+    there.close()
+    ended = _ProcessEnd([])
+    try:
+        with here, suppress(EOFError, ConnectionResetError):
+            if here.poll(_PROCESS_S):
+                ended = here.recv()
+            else:
+                ended.trouble = f"it took longer than {_PROCESS_S} seconds"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if isinstance(store, MemoryStore) and ended.records is not None:
+        store.records, store.highest_token = ended.records
+    return ended
+
+
+def _body_of(task: AnyTask) -> CodeType:
+    function: Any = inspect.unwrap(getattr(task.run, "__func__", task.run))
+    code: CodeType | None = getattr(function, "__code__", None)
+    if code is None:
+        raise IdempotencyError(f"{task.name} is not a Python function: no line of it can be seen")
+    return code
+
+
+class _Child:
+    """The forked process: it delivers a message, dies at the place chosen, and tells its parent last."""
+
+    def __init__(self, parent: Connection, task: AnyTask, body: CodeType, kill: object) -> None:
+        self.parent, self.task, self.body, self.kill = parent, task, body, kill
+        self.ended = _ProcessEnd([])
+        self.last = max((line for _, _, line in body.co_lines() if line is not None), default=0)
+
+    def deliver(self, message: Message, redelivered: bool) -> None:
+        sys.settrace(self.trace)
+        try:
+            delivery = deliver_message(self.task, message, redelivered=redelivered)
+        except BaseException as error:  # noqa: BLE001  the parent reports it
+            self.ended.trouble = repr(error)
+        else:
+            self.reach(_AFTER)
+            self.ended.delivery = delivery
+        self.die()
+
+    def trace(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        """See each line of the body, or of a function that is written in it: for ``sys.settrace``."""
+        code, body = frame.f_code, self.body
+        first = code.co_firstlineno
+        if code.co_filename != body.co_filename or not body.co_firstlineno <= first <= self.last:
+            return None
+        if event == "line":
+            self.reach(frame.f_lineno)
+        elif event == "return" and code is body:
+            self.reach(_RETURN)
+        return self.trace
+
+    def reach(self, line: int) -> None:
+        if self.kill in (("event", len(self.ended.lines)), ("line", line)):
+            self.die()
+        self.ended.lines.append(line)
+
+    def die(self) -> None:
+        sys.settrace(None)
+        if isinstance(store := get_store(self.task.app), MemoryStore):
+            self.ended.records = dict(store.records), store.highest_token
+        try:
+            self.parent.send(self.ended)
+        except Exception:  # noqa: BLE001  pickle raises anything
+            if ended := self.ended.delivery:
+                self.ended.delivery = Delivery(ended.state, repr(ended.value))
+            self.parent.send(self.ended)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -99,12 +99,6 @@ def task_of(call: AnyTask | Sig) -> AnyTask:
     return call.type if isinstance(call, Signature) else call
 
 
-def run(task: AnyTask, message: Message, *, redelivered: bool = False) -> Delivery:
-    """Run a message as a worker's child does."""
-    with _capture(task.app) as published:
-        return _trace(task, message, redelivered, published)
-
-
 def _trace(
     task: AnyTask, message: Message, redelivered: bool, published: list[Message]
 ) -> Delivery:
@@ -119,11 +113,9 @@ def _trace(
         "is_eager": False,
     }
     tracer = build_tracer(task.name, task, app=task.app)
-    ended = tracer(message.headers["id"], list(message.args), dict(message.kwargs), request)
-    info = ended.info
-    if info is None:
-        return Delivery(states.SUCCESS, ended.retval, tuple(published))
-    return Delivery(info.state, info.retval, tuple(published))
+    value, info, *_ = tracer(message.headers["id"], [*message.args], {**message.kwargs}, request)
+    state, value = (states.SUCCESS, value) if info is None else (info.state, info.retval)
+    return Delivery(state, value, tuple(published))
 
 
 def deliver(task: AnyTask | Sig, *args: object, **kwargs: object) -> Delivery:
@@ -131,12 +123,13 @@ def deliver(task: AnyTask | Sig, *args: object, **kwargs: object) -> Delivery:
 
     A signature brings options of the call: ``deliver(charge.s(1999).set(idempotency_key="order-17"))``.
     """
-    return run(task_of(task), message_of(task, args, kwargs))
+    return deliver_message(task_of(task), message_of(task, args, kwargs))
 
 
-def deliver_message(task: AnyTask, message: Message) -> Delivery:
-    """Deliver what a delivery published: a retry, a message that was republished."""
-    return run(task, message)
+def deliver_message(task: AnyTask, message: Message, *, redelivered: bool = False) -> Delivery:
+    """Deliver what a delivery published, as a worker's child does: a retry, a message that was republished."""
+    with _capture(task.app) as published:
+        return _trace(task, message, redelivered, published)
 
 
 def deliver_twice(
@@ -145,7 +138,7 @@ def deliver_twice(
     """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
     message = message_of(task, args, kwargs)
     of = task_of(task)
-    return run(of, message), run(of, message, redelivered=True)
+    return deliver_message(of, message), deliver_message(of, message, redelivered=True)
 
 
 def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object) -> list[Delivery]:
@@ -163,16 +156,12 @@ def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object
             try:
                 return _trace(task_of(task), message, False, published)
             finally:
-                _close_connections()
+                # Those of this thread: a test database with an open session cannot be dropped.
+                database = sys.modules.get("django.db")
+                if database is not None and sys.modules["django.conf"].settings.configured:
+                    database.connections.close_all()
 
         return list(pool.map(go, messages))
-
-
-def _close_connections() -> None:
-    """Close Django's connections of this thread: a test database with an open session cannot be dropped."""
-    database, conf = sys.modules.get("django.db"), sys.modules.get("django.conf")
-    if database is not None and conf is not None and conf.settings.configured:
-        database.connections.close_all()
 
 
 @contextmanager

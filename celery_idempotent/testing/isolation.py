@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from celery import current_app
 
 from celery_idempotent.celery.registry import idempotent_tasks
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.settings import real_app
 from celery_idempotent.stores import get_store, swap_store
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from celery_idempotent.celery.typed import AnyCelery
+
+
+class FakeClock:
+    """Gives the time in microseconds since the epoch; it stands still until it is moved.
+
+    ::
+
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        clock.advance(60_000)  # A minute later.
+    """
+
+    def __init__(self, start_us: int = 1_700_000_000_000_000) -> None:
+        self._now_us = start_us
+
+    def __call__(self) -> int:
+        """Return the time."""
+        return self._now_us
+
+    def advance(self, ms: float) -> None:
+        """Let ``ms`` milliseconds pass."""
+        self._now_us += round(ms * 1000)
 
 
 @contextmanager
@@ -33,8 +53,13 @@ def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) 
     Raises:
         InvalidOption: if ``idempotency_store`` cannot be read.
     """
-    used = _configured_store(app)
-    store = None if used is None else used.without_cache()
+    used = store = None
+    try:
+        used = get_store(app)
+        store = used.without_cache()
+    except InvalidOption:
+        if app.conf.get("idempotency_store") is not None:
+            raise
     if store is None or not store.supports_transactions:
         store = MemoryStore(clock)
     swap_store(app, store)
@@ -42,15 +67,6 @@ def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) 
         yield store
     finally:
         swap_store(app, used)
-
-
-def _configured_store(app: Celery) -> Store | None:
-    try:
-        return get_store(app)
-    except InvalidOption:
-        if app.conf.get("idempotency_store") is not None:
-            raise
-        return None  # no store is configured, and a test needs none
 
 
 @contextmanager
@@ -67,23 +83,15 @@ def idempotency_off(app: AnyCelery) -> Iterator[None]:
 
 
 @contextmanager
-def redefined(task: Any, **options: object) -> Iterator[None]:
+def redefined(task: Any, **options: Any) -> Iterator[None]:
     """Let a task have other options for the length of the block: it is bound anew, at its begin and at its end."""
     kind = task.__class__  # not that of a proxy
-    before = {name: vars(kind)[name] for name in options if name in vars(kind)}
-    _bind(kind, task.app, options)
     try:
-        yield
+        with patch.multiple(kind, create=True, **options):
+            kind.bind(task.app)
+            yield
     finally:
-        for name in options:
-            delattr(kind, name)
-        _bind(kind, task.app, before)
-
-
-def _bind(kind: Any, app: Celery, options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        setattr(kind, name, value)
-    kind.bind(app)
+        kind.bind(task.app)
 
 
 class IsolatedRecords:
@@ -99,7 +107,7 @@ class IsolatedRecords:
 
     def setUp(self) -> None:
         """Isolate the records, then set up the rest."""
-        isolation = isolated_records(real_app(self.idempotency_app or current_app))
+        isolation = isolated_records(self.idempotency_app or current_app)
         self.idempotency_records = isolation.__enter__()
         self.addCleanup(isolation.__exit__, None, None, None)  # type: ignore[attr-defined]
         super().setUp()  # type: ignore[misc]

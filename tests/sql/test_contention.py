@@ -27,7 +27,7 @@ from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import atomic
 from celery_idempotent.records import Identity, Record, SettleRequest, State
-from celery_idempotent.testing.delivery import message_of, run
+from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.runs import Ran, Replay, StoreFailed
@@ -383,13 +383,13 @@ def test_what_collides_to_the_end_is_retried_as_an_error_of_the_body_is(
             here.in_between()
 
     before = (book.run, book.max_retries)
-    ended = run(book, message_of(book, ("ann",), {}))
+    ended = deliver_message(book, message_of(book, ("ann",), {}))
     assert ended.state == ("RETRY" if retries else "FAILURE")
     assert [each.headers["retries"] for each in ended.published] == retries
     assert (book.run, book.max_retries) == before
     assert here.store.get(Identity(namespace="book", key="ann")) is None
     for message in ended.published:
-        assert run(book, message).state == "SUCCESS"
+        assert deliver_message(book, message).state == "SUCCESS"
     assert ("ann" in here.names()) is bool(retries)
 
 
@@ -412,9 +412,9 @@ def test_a_message_that_was_rolled_back_comes_back_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(ClaimTransaction, "settle", away)
-        (again,) = run(book, message_of(book, (["ann"],), {})).published
+        (again,) = deliver_message(book, message_of(book, (["ann"],), {})).published
     assert here.names() == ["first"]
-    assert run(book, again).state == "SUCCESS"
+    assert deliver_message(book, again).state == "SUCCESS"
     assert (seen, here.names()) == ([["ann"]] * 2, ["ann", "first"])
 
 

@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing.delivery import message_of, run
+from celery_idempotent.testing.delivery import deliver_message, message_of
 
 
 @pytest.fixture
@@ -43,21 +43,21 @@ def call(task: Any) -> Any:
 
 def test_a_renamed_task_keeps_its_records_by_its_namespace(version, runs):
     before, after = version(), version(name="pay", idempotency_namespace="charge")
-    run(before, call(before))
-    assert run(after, call(after)).value == "receipt"
+    deliver_message(before, call(before))
+    assert deliver_message(after, call(after)).value == "receipt"
     assert runs == ["o-1"]
 
 
 def test_a_message_in_flight_keeps_the_key_that_it_carries(version, runs):
     before, after = version(), version(idempotency_key=("order", "kind"))
     first, second = call(before), call(before)
-    run(before, first)
-    assert run(after, second).value == "receipt"
+    deliver_message(before, first)
+    assert deliver_message(after, second).value == "receipt"
     assert runs == ["o-1"]
 
 
 def test_a_call_that_is_repeated_after_a_change_of_its_key_runs_again(version, runs):
     before, after = version(), version(idempotency_key=("order", "kind"))
-    run(before, call(before))
-    run(after, call(after))
+    deliver_message(before, call(before))
+    deliver_message(after, call(after))
     assert runs == ["o-1", "o-1"]

@@ -26,7 +26,7 @@ from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import ClaimRequest, SettledWith, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore
-from celery_idempotent.testing.delivery import message_of, run
+from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.apps import close_app
 
 pytestmark = pytest.mark.redis
@@ -70,7 +70,7 @@ class Shop:
         channel.get_message(timeout=30)
         end = uuid.uuid4().hex
         with client.monitor() as monitor, mock.patch.object(self.app, "now", return_value=NOW):
-            self.ended = run(task, message)
+            self.ended = deliver_message(task, message)
             client.publish(self.key(task_id), end)
             self.asked = list(self._asked(monitor, end))
         self.published = []

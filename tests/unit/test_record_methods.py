@@ -9,7 +9,7 @@ import pytest
 from celery_idempotent import FailedByOperator, InProgress
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing.delivery import message_of, run
+from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.admin import TASK, claim, identity, make_app, settle
 
 
@@ -129,4 +129,4 @@ class TestComplete:
         # Nobody may ever store a result under the first task's id.
         second = message_of(task, ("o",), {})
         assert second.headers["id"] != first.headers["id"]
-        assert run(task, second).value == run(task, first).value == 17
+        assert deliver_message(task, second).value == deliver_message(task, first).value == 17

@@ -15,7 +15,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.testing.delivery import message_of, run
+from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.weight import calls
 from tests.support.workers import child_environment
 
@@ -50,9 +50,9 @@ def test_a_task_takes_no_more_calls_than_before(app: Celery[Any], case: str) -> 
         if "publish" in case:
             return lambda: message_of(task, (n,), {})
         if "duplicate" in case:
-            run(task, message_of(task, (n,), {}))
+            deliver_message(task, message_of(task, (n,), {}))
         message = message_of(task, (n,), {})
-        return lambda: run(task, message)
+        return lambda: deliver_message(task, message)
 
     for warm in range(3):
         once(warm)()
