@@ -1,8 +1,7 @@
 """Events: the counter, the signal and the line in the log of each outcome, in one call, from every place.
 
-A worker, a publisher, an HTTP request, a sweep, an operator and a program all come here. Each outcome is reported where
-it becomes a fact, and there alone: the line says what happened to the key, while what becomes of the message (it comes
-back in 3 s, the task fails) is logged by the code that does it.
+Each outcome is reported where it becomes a fact, and there alone: the line says what happened to the key, while what
+becomes of the message (it comes back in 3 s, the task fails) is logged by the code that does it.
 
 A report costs a run less than a microsecond and no round trip: counts are added up in each process and written by the
 heartbeat's thread, kept by the hour, and the event is made only if a receiver or the log wants it. A process that ends
@@ -21,17 +20,18 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from celery_idempotent import signals
 from celery_idempotent.errors import STORE_ERRORS, IdempotencyError, InvalidOption
 from celery_idempotent.records import State
-from celery_idempotent.signals import Event
+from celery_idempotent.signals import Event, OutcomeSignal
+from celery_idempotent.signals import Line as Line
 
 if TYPE_CHECKING:
-    from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
 
     from celery_idempotent.records import Identity, Record
     from celery_idempotent.stores.base import Store
@@ -40,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 #: A process writes what it counted at most so often, in seconds.
 WRITE_EVERY = 5.0
-
-#: So many different tasks and outcomes wait to be written while a store is down, the rest is dropped.
-MOST = 10_000
 
 _HOST = socket.gethostname()
 #: Tells this process, and all that it forks, from those of another machine with the same name and the same pids: two
@@ -94,88 +91,26 @@ class Counters:
     def write(self) -> None:
         """Write what was counted, now; what a store does not take is kept for the next time.
 
-        Any thread may: each takes what it writes out of the counters first. A lock would stay locked if a time limit
-        struck its owner, and nothing would be counted from then on.
+        Any thread may: each takes what it writes out of the counters first. A thread that counts meanwhile adds to a
+        new counter, or adds the last count to this one. A lock would stay locked if a time limit struck its owner.
         """
         self._written = time.monotonic()
         for store in list(self.counts):
-            self._write(store)
-
-    def _write(self, store: Store) -> None:
-        # A thread that counts meanwhile adds to a new counter, or adds the last count to this one.
-        counts = self.counts.pop(store, None)
-        if not counts:
-            return
-        try:
-            store.count(dict(counts))
-        except IdempotencyError as error:
-            logger.debug("idempotency: outcomes are counted later: %s", error)
-            if len(counts) < MOST:
+            counts = self.counts.pop(store, None)
+            if not counts:
+                continue
+            try:
+                store.count(dict(counts))
+            except IdempotencyError as error:
+                logger.debug("idempotency: outcomes are counted later: %s", error)
                 self.counts.setdefault(store, Counter()).update(counts)
-        except Exception:
-            logger.exception("idempotency: outcomes could not be counted")
+            except Exception:
+                logger.exception("idempotency: outcomes could not be counted")
 
 
 #: The counters of this process.
 counters = Counters()
 
-
-class Line(NamedTuple):
-    """How an outcome is logged: at which level, and in which words, with the names of :func:`_words` in them."""
-
-    level: int
-    text: str
-
-
-_LINES: Final = {
-    signals.reserved: (logging.DEBUG, "%(identity)s is reserved for task %(task_id)s (%(task)s)"),
-    signals.claimed: (logging.DEBUG, "task %(task_id)s (%(task)s) runs %(identity)s"),
-    signals.replayed: (
-        logging.INFO,
-        "%(task)s[%(task_id)s] gets the stored result of %(identity)s: task %(first)s, %(found)s since %(updated)s",
-    ),
-    signals.conflicted: (
-        logging.DEBUG,
-        "%(task)s[%(task_id)s] met %(identity)s, which %(owner)s holds",
-    ),
-    signals.mismatched: (
-        logging.INFO,
-        "%(task)s[%(task_id)s] is refused: task %(first)s called %(identity)s with other arguments",
-    ),
-    signals.settled: (
-        logging.DEBUG,
-        "task %(task_id)s (%(task)s) settled %(identity)s: %(state)s",
-    ),
-    signals.released: (logging.DEBUG, "task %(task_id)s (%(task)s) released %(identity)s"),
-    signals.interrupted: (
-        logging.WARNING,
-        "the lease of %(owner)s on %(identity)s ran out: the record is INTERRUPTED (crash %(crashes)s)",
-    ),
-    signals.lease_lost: (
-        logging.WARNING,
-        "%(identity)s was claimed anew while task %(task_id)s (token %(token)s) ran: its result is dropped",
-    ),
-    signals.requeued: (
-        logging.WARNING,
-        "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
-    ),
-    signals.forgotten: (logging.WARNING, "%(who)s forgot %(identity)s%(why)s"),
-    signals.swept: (logging.DEBUG, "a sweep interrupted %(count)s"),
-    signals.settle_failed: (
-        logging.CRITICAL,
-        (
-            "task %(task_id)s of %(identity)s took effect, but its result could not be stored (%(error)s):"
-            " after the lease a duplicate runs again"
-        ),
-    ),
-    signals.store_failed: (logging.WARNING, "store error in %(task)s[%(task_id)s]: %(error)s"),
-}
-
-#: Each outcome with its name, which is that of its counter, and its usual line.
-OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
-    signal: (signal.name.removeprefix("idempotency_"), Line(*line))  # type: ignore[attr-defined]
-    for signal, line in _LINES.items()
-}
 
 _CLAIMED_AGAIN = Line(
     logging.WARNING,
@@ -185,25 +120,9 @@ _CLAIMED_AGAIN = Line(
 #: The line of a FAILED that is not the end of a run: a person should read it.
 FAILED_WITHOUT_RUN = Line(logging.ERROR, "%(error)s")
 
-_OBSERVED = (
-    "observed: task %(task_id)s (%(task)s) runs, and would have {} task %(owner)s, which claimed %(identity)s at "
-    "%(created)s and is %(found)s"
-)
-#: What ``idempotency_mode="observe"`` writes instead.
-_WOULD_HAVE: Final[Mapping[Signal, Line]] = {
-    signals.conflicted: Line(logging.WARNING, _OBSERVED.format("been in conflict with")),
-    signals.replayed: Line(logging.WARNING, _OBSERVED.format("been answered by")),
-    signals.mismatched: Line(logging.WARNING, _OBSERVED.format("been refused because of")),
-    signals.lease_lost: Line(
-        logging.WARNING,
-        "%(identity)s was claimed anew while task %(task_id)s (token %(token)s) ran: its result would have been "
-        "dropped",
-    ),
-}
-
 
 class Details(TypedDict, total=False):
-    """What a report may say beside the outcome and the call: see :meth:`Reporter.report`."""
+    """What a report may say beside the outcome and the call: see :class:`~celery_idempotent.signals.Event`."""
 
     state: State | None
     error: BaseException | None
@@ -212,6 +131,7 @@ class Details(TypedDict, total=False):
     count: int
     observed: bool
     seconds: float | None
+    #: What the log says instead of the usual.
     line: Line | None
 
 
@@ -229,78 +149,56 @@ class Reporter:
 
     def report(
         self,
-        outcome: Signal,
+        outcome: OutcomeSignal,
         identity: Identity | None,
         task_id: str = "",
         record: Record | None = None,
         *,
         store: Store | None = None,
-        state: State | None = None,
-        error: BaseException | None = None,
-        who: str = "",
-        reason: str = "",
-        count: int = 0,
-        observed: bool = False,
-        seconds: float | None = None,
-        line: Line | None = None,
         has_writer: bool = True,
+        **details: Unpack[Details],
     ) -> None:
-        """Report one outcome: see :class:`~celery_idempotent.signals.Event` for what is said of it.
+        """Report one outcome.
 
-        ``store`` spares a look into the app's settings. ``line`` is what the log says instead of the usual. Without
-        ``has_writer`` the caller writes the counters of this process: a worker's main process, which forks, has no
-        thread for that.
+        ``store`` spares a look into the app's settings. Without ``has_writer`` the caller writes the counters of this
+        process: a worker's main process, which forks, has no thread for that.
         """
-        counter, usual = OUTCOMES[outcome]
         if store is None:
             with suppress(*STORE_ERRORS, InvalidOption):  # there may be none that could count
                 store = self._store()
         if store is not None:
-            counts = counters.counts.get(store)
-            if counts is None:
-                counters.add(store, self.task, counter)
-            else:
-                counts[self.task, counter] += 1
-            if state is State.FAILED and outcome is signals.settled:
+            counters.add(store, self.task, outcome.counter)
+            if outcome is signals.settled and details.get("state") is State.FAILED:
                 counters.add(store, self.task, "failed")
             if has_writer and not counters.has_writer:
                 counters.start_writer()
+        line = details.pop("line", None)
         if line is None:
-            line = usual
-            if observed:
-                line = _WOULD_HAVE.get(outcome, usual)
-            elif outcome is signals.claimed and record is not None and record.crashes:
+            line = outcome.observed if details.get("observed") else outcome.line
+            if outcome is signals.claimed and record is not None and record.crashes:
                 line = _CLAIMED_AGAIN
         logged = logger.isEnabledFor(line.level)
         if not logged and not outcome.receivers:
             return
-        event = Event(
-            task=self.task,
-            task_id=task_id,
-            identity=identity,
-            record=record,
-            state=state,
-            error=error,
-            count=count,
-            observed=observed,
-            seconds=seconds,
-            who=who or worker_name(os.getpid()),
-            reason=reason,
-        )
+        details["who"] = details.get("who") or worker_name(os.getpid())
+        event = Event(task=self.task, task_id=task_id, identity=identity, record=record, **details)  # type: ignore[misc]  # the line is taken out
         if logged:
-            extra = {
-                f"idempotency_{name}": value for name, value in _fields(counter, event).items()
-            }
+            fields = facts(outcome, event)
+            extra = {f"idempotency_{name}": value for name, value in fields.items()}
             logger.log(line.level, "idempotency: " + line.text, _words(event), extra=extra)  # noqa: G003  a constant
         if outcome.receivers:
             outcome.send(sender=self._sender(), event=event)
 
 
-def facts(outcome: str, event: Event) -> dict[str, str | int | bool]:
-    """Return what logs and traces say of an event beside the key, under the names that both use; only what is known."""
-    found: dict[str, str | int | bool] = {"outcome": outcome, "task": event.task}
-    if event.namespace:
-        found["namespace"] = event.namespace
+def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:
+    """Return what is known of an event, under the names that log records and traces use.
+
+    A handler that writes JSON has them as ``idempotency_key``, ``idempotency_task_id`` and so on.
+    """
+    found: dict[str, str | int | bool] = {"outcome": outcome.counter}
+    found |= {"task": event.task, "task_id": event.task_id, "who": event.who}
+    if (identity := event.identity) is not None:
+        found |= {"namespace": identity.namespace, "key": identity.key, "scope": identity.scope}
     if event.state is not None:
         found["state"] = event.state.value
     if event.error is not None:
@@ -314,40 +212,17 @@ def facts(outcome: str, event: Event) -> dict[str, str | int | bool]:
     return found
 
 
-def _fields(outcome: str, event: Event) -> dict[str, str | int | bool]:
-    """Return the fields of a log record: for machines, where :func:`_words` are for people.
-
-    A handler that writes JSON has them as ``idempotency_key``, ``idempotency_task_id`` and so on.
-    """
-    found = facts(outcome, event) | {"task_id": event.task_id, "who": event.who}
-    if event.identity is not None:
-        found |= {"key": event.identity.key, "scope": event.identity.scope}
-    return found
-
-
 def _words(event: Event) -> dict[str, object]:
     """Return what a line may say of an event: ``first``, ``owner`` and ``found`` are those of the record."""
-    words: dict[str, object] = {
-        "task": event.task,
-        "task_id": event.task_id,
-        "identity": event.identity,
-        "state": event.state and event.state.value,
-        "error": event.error,
-        "who": event.who,
-        "why": f": {event.reason}" if event.reason else "",
-        "count": event.count,
-    }
+    words = {name: getattr(event, name) for name in ("task", "task_id", "who", "error", "count")}
+    words["identity"] = event.identity
+    words["state"] = event.state and event.state.value
+    words["why"] = f": {event.reason}" if event.reason else ""
     if (record := event.record) is not None:
-        words |= {
-            "first": record.task_id,
-            "owner": record.owner,
-            "found": record.state.value,
-            "token": record.token,
-            "crashes": record.crashes,
-            "attempts": record.attempts,
-            "created": record.created_at.isoformat(timespec="milliseconds"),
-            "updated": record.updated_at.isoformat(timespec="milliseconds"),
-        }
+        words |= {name: getattr(record, name) for name in ("owner", "token", "crashes", "attempts")}
+        words |= {"first": record.task_id, "found": record.state.value}
+        words["created"] = record.created_at.isoformat(timespec="milliseconds")
+        words["updated"] = record.updated_at.isoformat(timespec="milliseconds")
     return {
         name: printable(word) if isinstance(word, str) else word for name, word in words.items()
     }

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: outcomes and run times from our signals, and gauges that ask the store when they are scraped.
+"""Metrics for Prometheus: outcomes from our signals, and gauges that ask the store when they are scraped.
 
 ``pip install 'celery-idempotent[prometheus]'``, then where the app is made::
 
@@ -8,13 +8,8 @@
         app, port=9464
     )  # a worker serves http://…:9464/metrics; without a port: your own endpoint does
 
-Nothing else of the library imports this module. Names and labels are listed in docs/monitoring.md. Counters and run
-times are what happened in this process (with PROMETHEUS_MULTIPROC_DIR, in all children of a worker); the gauges are the
-store's, the same from whichever process they are asked::
-
-    signals of this process ─▶ Counter, Histogram ─┐
-                                                   ├─▶ GET /metrics
-    the store, asked at each scrape ──▶ gauges ────┘
+Names and labels are listed in docs/monitoring.md. Counters and histograms are of this process (with
+PROMETHEUS_MULTIPROC_DIR, of all children of a worker); the gauges are the store's, the same from any process.
 """
 
 from __future__ import annotations
@@ -22,16 +17,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
-from celery import signals as celery_signals
+from celery.signals import worker_ready
 
 from celery_idempotent import signals
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.events import OUTCOMES
 from celery_idempotent.records import Selection
+from celery_idempotent.signals import OUTCOMES, Event, OutcomeSignal
 from celery_idempotent.stores import get_store
 
 try:
@@ -45,26 +40,16 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from celery import Celery
-    from celery.utils.dispatch import Signal
-    from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
     from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.records import Identity
-    from celery_idempotent.signals import Event
 
 __all__ = ["StoreCollector", "install"]
 
 logger = logging.getLogger(__name__)
 
-#: Of run times, in seconds: tasks take from milliseconds to half an hour.
-RUN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
-
 #: Of what the store takes, and of waits for another run, in seconds.
-STORE_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
@@ -72,88 +57,59 @@ LOOK_AT: Final = 500
 #: How long a scrape waits for the store, in seconds: less than Prometheus waits for the scrape.
 ANSWER_WITHIN: Final = 2.0
 
-#: So many runs are timed at a time; with more, those that have begun are not timed.
-MOST_RUNS: Final = 10_000
-
 #: prometheus_client shares metrics between processes through files in this directory.
 MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 
-_RUN_ENDS: Final = (signals.settled, signals.released, signals.lease_lost, signals.settle_failed)
 
+@cache
+def _count_outcomes(registry: CollectorRegistry) -> None:
+    """Count and time events into a registry, once, however often it is asked for."""
+    counter = Counter(
+        "celery_idempotency_outcomes",
+        "Outcomes: what became of a task, a request or a record, the state that was written, and the class of the"
+        " error, if there are any. observed=true: what would have happened, in mode observe.",
+        ("task", "outcome", "state", "error", "observed"),
+        registry=registry,
+    )
+    timed: dict[OutcomeSignal, Histogram] = {}
 
-class _Receiver:
-    """Counts events, and times runs: from ``claimed`` to the end of the same run in the same process."""
+    def histogram(name: str, text: str, *outcomes: OutcomeSignal) -> None:
+        name = f"celery_idempotency_{name}_seconds"
+        made = Histogram(name, text, ("task",), buckets=BUCKETS, registry=registry)
+        timed.update(dict.fromkeys(outcomes, made))
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._outcomes = Counter(
-            "celery_idempotency_outcomes",
-            "Outcomes: what became of a task, a request or a record, the state that was written, and the class of the"
-            " error, if there are any. observed=true: what would have happened, in mode observe.",
-            ("task", "outcome", "state", "error", "observed"),
-            registry=registry,
-        )
+    histogram(
+        "claim", "How long the store took to answer a claim that a run began with.", signals.claimed
+    )
+    histogram(
+        "settle",
+        "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
+        signals.settled,
+    )
+    histogram(
+        "wait",
+        "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the queue.",
+        signals.replayed,
+        signals.conflicted,
+        signals.mismatched,
+    )
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            name = f"celery_idempotency_{name}_seconds"
-            return Histogram(name, text, ("task",), buckets=buckets, registry=registry)
-
-        self._runs = histogram(
-            "run",
-            "From the claim of a key to the end of that run, whatever the end is.",
-            RUN_SECONDS,
-        )
-        claims = histogram(
-            "claim",
-            "How long the store took to answer a claim that a run began with.",
-            STORE_SECONDS,
-        )
-        settles = histogram(
-            "settle",
-            "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
-            STORE_SECONDS,
-        )
-        waits = histogram(
-            "wait",
-            "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the"
-            " queue.",
-            STORE_SECONDS,
-        )
-        self._timed = {
-            signals.claimed: claims,
-            signals.settled: settles,
-            **dict.fromkeys((signals.replayed, signals.conflicted, signals.mismatched), waits),
-        }
-        self._began: dict[tuple[Identity, str], float] = {}
-        for signal, (outcome, _) in OUTCOMES.items():
-            signal.connect(self._counting(signal, outcome), weak=False)
-
-    def _counting(self, signal: Signal, outcome: str) -> Callable[..., None]:
-        starts, ends = signal is signals.claimed, signal in _RUN_ENDS
-        timed = self._timed.get(signal)
-
+    def counting(outcome: OutcomeSignal) -> Callable[..., None]:
         def count(event: Event, **_: object) -> None:
-            self._outcomes.labels(
+            counter.labels(
                 task=event.task,
-                outcome=outcome,
+                outcome=outcome.counter,
                 state="" if event.state is None else event.state.value,
                 error="" if event.error is None else type(event.error).__name__,
                 observed=str(event.observed).lower(),
             ).inc()
-            if timed is not None and event.seconds is not None:
-                timed.labels(event.task).observe(event.seconds)
-            if event.identity is None:
-                return
-            if starts:
-                # A run whose release failed is left to its lease and reports no end; such entries must not pile up.
-                if len(self._began) >= MOST_RUNS:
-                    self._began.clear()
-                self._began[event.identity, event.task_id] = time.perf_counter()
-            elif ends:
-                began = self._began.pop((event.identity, event.task_id), None)
-                if began is not None:
-                    self._runs.labels(event.task).observe(time.perf_counter() - began)
+            if outcome in timed and event.seconds is not None:
+                timed[outcome].labels(event.task).observe(event.seconds)
 
         return count
+
+    for outcome in OUTCOMES.values():
+        outcome.connect(counting(outcome), weak=False)
 
 
 class StoreCollector(Collector):
@@ -217,75 +173,48 @@ class StoreCollector(Collector):
         )
         if stats.swept_ms is not None:
             yield GaugeMetricFamily(
-                "celery_idempotency_last_sweep_timestamp_seconds",
-                "When the last sweep ended, by the store's clock, in seconds since 1970.",
-                value=stats.swept_ms / 1000,
-            )
-            yield GaugeMetricFamily(
                 "celery_idempotency_last_sweep_age_seconds",
                 "How long ago the last sweep ended, by the store's clock.",
                 value=max(stats.now_ms - stats.swept_ms, 0) / 1000,
             )
 
 
-#: One receiver for each registry, however often it is installed.
-_receivers: dict[CollectorRegistry, _Receiver] = {}
-
-
 def install(
     app: AnyCelery, *, port: int | None = None, registry: CollectorRegistry = REGISTRY
 ) -> None:
-    """Count outcomes and time runs in this process and those that it forks; call it where the app is made.
+    """Count outcomes in this process and those that it forks; call it where the app is made.
 
     ``port``: each worker of the app serves its metrics there, with those of :class:`StoreCollector`. Without it nothing
     is served: expose ``registry`` as you do already, and register a ``StoreCollector(app)`` in one place.
     A prefork worker needs the environment variable ``PROMETHEUS_MULTIPROC_DIR``, set before it starts.
     """
-    if registry not in _receivers:
-        _receivers[registry] = _Receiver(registry)
+    _count_outcomes(registry)
     if port is not None:
-        server = _Server(app, port, registry)
         uid = f"{__name__}.{id(app)}"
-        celery_signals.worker_ready.connect(server.start, weak=False, dispatch_uid=uid)
-        celery_signals.worker_shutdown.connect(server.stop, weak=False, dispatch_uid=uid)
+        worker_ready.connect(partial(_serve, app, port, registry), weak=False, dispatch_uid=uid)
 
 
-class _Server:
-    """Serves the metrics of one app's worker from the worker's main process."""
-
-    def __init__(self, app: Celery, port: int, registry: CollectorRegistry) -> None:
-        self._app = app
-        self._port = port
-        self._registry = registry
-        self._running: tuple[WSGIServer, threading.Thread] | None = None
-
-    def start(self, sender: Consumer, **_: object) -> None:
-        """Begin; a port that is taken costs the metrics and not the worker."""
-        if sender.app is not self._app or self._running is not None:
-            return
-        shown = CollectorRegistry()
-        if os.environ.get(MULTIPROCESS):
-            MultiProcessCollector(shown)  # type: ignore[no-untyped-call]
-        else:
-            shown.register(self._registry)
-            if type(sender.pool).__module__ == "celery.concurrency.prefork":
-                logger.warning(
-                    "idempotency: the metrics of this worker lack what its pool's processes count: set %s to an empty "
-                    "directory before it starts",
-                    MULTIPROCESS,
-                )
-        shown.register(StoreCollector(self._app))
-        try:
-            self._running = start_http_server(self._port, registry=shown)
-        except OSError as error:
-            logger.error("idempotency: no metrics on port %s: %s", self._port, error)
-        else:
-            logger.info("idempotency: metrics on port %s", self._port)
-
-    def stop(self, sender: WorkController, **_: object) -> None:
-        """End with the worker."""
-        if sender.app is self._app and self._running is not None:
-            (server, thread), self._running = self._running, None
-            server.shutdown()
-            server.server_close()
-            thread.join()
+def _serve(
+    app: AnyCelery, port: int, registry: CollectorRegistry, sender: Consumer, **_: object
+) -> None:
+    """Serve from a worker's main process until that ends; a port that is taken costs the metrics, not the worker."""
+    if sender.app is not app:
+        return
+    shown = CollectorRegistry()
+    if os.environ.get(MULTIPROCESS):
+        MultiProcessCollector(shown)  # type: ignore[no-untyped-call]
+    else:
+        shown.register(registry)
+        if type(sender.pool).__module__ == "celery.concurrency.prefork":
+            logger.warning(
+                "idempotency: the metrics of this worker lack what its pool's processes count: set %s to an empty "
+                "directory before it starts",
+                MULTIPROCESS,
+            )
+    shown.register(StoreCollector(app))
+    try:
+        start_http_server(port, registry=shown)
+    except OSError as error:
+        logger.error("idempotency: no metrics on port %s: %s", port, error)
+    else:
+        logger.info("idempotency: metrics on port %s", port)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from celery_idempotent.events import OUTCOMES, facts
+from celery_idempotent.events import facts
+from celery_idempotent.signals import OUTCOMES, OutcomeSignal
 
 try:
     from opentelemetry import trace
@@ -26,40 +27,33 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from celery_idempotent.records import Identity
     from celery_idempotent.signals import Event
 
 __all__ = ["install"]
 
-_PREFIX: Final = "celery.idempotency."
-
 
 def install() -> None:
     """Write outcomes to the current span, in this process and those that it forks. To call it again changes nothing."""
-    for signal, (outcome, _) in OUTCOMES.items():
-        signal.connect(_noting(outcome), weak=False, dispatch_uid=f"{__name__}.{outcome}")
+    for name, outcome in OUTCOMES.items():
+        outcome.connect(_noting(outcome), weak=False, dispatch_uid=f"{__name__}.{name}")
 
 
-def _noting(outcome: str) -> Callable[..., None]:
+def _noting(outcome: OutcomeSignal) -> Callable[..., None]:
     def note(event: Event, **_: object) -> None:
         span = trace.get_current_span()
         if not span.is_recording():
             return
-        attributes = _attributes(outcome, event)
+        found = facts(outcome, event)
+        key = [str(found.pop(name, "")) for name in ("namespace", "scope", "key")]
+        if event.identity is not None:
+            digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
+            found |= {"namespace": key[0], "key_digest": digest[:16]}
+        attributes = {
+            f"celery.idempotency.{name}": value
+            for name, value in found.items()
+            if name not in ("task_id", "who")
+        }
         span.set_attributes(attributes)
-        span.add_event(f"idempotency.{outcome}", attributes)
+        span.add_event(f"idempotency.{outcome.counter}", attributes)
 
     return note
-
-
-def _attributes(outcome: str, event: Event) -> dict[str, str | int | bool]:
-    found = facts(outcome, event)
-    if event.identity is not None:
-        found["key_digest"] = _digest(event.identity)
-    return {_PREFIX + name: value for name, value in found.items()}
-
-
-def _digest(identity: Identity) -> str:
-    """Return 64 bits of SHA-256 over namespace, scope and key."""
-    parts = (identity.namespace, identity.scope, identity.key)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

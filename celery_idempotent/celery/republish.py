@@ -56,10 +56,6 @@ class NotRepublishedError(Exception):
     """This message cannot be published again: it stays with its worker, and is to ask again now."""
 
 
-class Dropped(Ignore):
-    """A duplicate is dropped: the worker's main process sends an event, so that monitors see it."""
-
-
 class RepublishedRun(Protocol):
     """A delivery, as far as this module knows it."""
 
@@ -118,7 +114,7 @@ def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
             logger.exception(
                 "idempotency: the state of %s[%s] is not stored", task.name, request.id
             )
-    raise Dropped(str(error))
+    raise Ignore(str(error))
 
 
 def after_store_failure(run: RepublishedRun, error: Exception, *, begun: bool) -> NoReturn:

@@ -33,7 +33,6 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.utils.dispatch import Signal
     from typing_extensions import Unpack
 
     from celery_idempotent.stores.base import Store
@@ -106,7 +105,11 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
 
 
 def report_record(
-    app: Celery, store: Store, outcome: Signal, record: Record, **details: Unpack[Details]
+    app: Celery,
+    store: Store,
+    outcome: signals.OutcomeSignal,
+    record: Record,
+    **details: Unpack[Details],
 ) -> None:
     """Report what became of a record without a run; the caller writes the counters."""
     namespace = record.identity.namespace

@@ -25,7 +25,6 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.callbacks import brings_callbacks, outcome_of
 from celery_idempotent.celery.delivery import identify_delivery
-from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.events import Line, Reporter, counters, worker_name
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.records import Identity, State
@@ -161,7 +160,7 @@ class Request(CeleryRequest):
     def on_failure(
         self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:  # the stubs know no return value
-        """Interrupt the claim of a child that was lost, before the message goes back; send an event for a drop."""
+        """Interrupt the claim of a child that was lost, before the message goes back."""
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
@@ -169,9 +168,6 @@ class Request(CeleryRequest):
             self._child_lost()
         if (outcome := outcome_of(error)) is not None:
             exc_info.exception = outcome
-        if isinstance(error, Dropped):
-            # Celery says nothing about what is ignored: in Flower it would look active for ever.
-            self.send_event("task-ignored", exception=str(error))
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:

@@ -53,7 +53,6 @@ from celery_idempotent.stores.base import Store
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-    from celery.utils.dispatch import Signal
     from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
@@ -265,7 +264,10 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
 
 
 def _report(
-    run: Run, outcome: Signal, record: Record | None = None, **details: Unpack[Details]
+    run: Run,
+    outcome: signals.OutcomeSignal,
+    record: Record | None = None,
+    **details: Unpack[Details],
 ) -> None:
     store: Store | None = getattr(run, "store", None)
     run.reporter.report(outcome, run.identity, run.task_id, record, store=store, **details)

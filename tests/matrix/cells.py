@@ -117,16 +117,20 @@ class Cell:
             return lambda: self.conflicts(task_id)
         if self.policy == "retry":
             return lambda: "RETRY" in self.stored(task_id) and self.saw(task_id, "retried")
-        return partial(self.saw, task_id, "ignored" if self.policy == "ignore" else "failed")
+        if self.policy == "ignore":
+            return lambda: "IGNORED" in self.stored(task_id) and self.saw(task_id, "started")
+        return partial(self.saw, task_id, "failed")
 
     def saw(self, task_id: str, event: str, count: int = 1) -> bool:
         return self.events(task_id).count(event) >= count
 
     def ended(self, *task_ids: str) -> Callable[[], Any]:
-        """Wait until these are done: by their events, and by what is stored."""
-        ends, states = {"succeeded", "failed", "ignored"}, {"SUCCESS", "FAILURE", "IGNORED"}
+        """Wait until these are done: by their events, and by what is stored (an ignored task ends without an event)."""
+        ends, states = {"succeeded", "failed"}, {"SUCCESS", "FAILURE"}
         return lambda: all(
-            ends & set(self.events(each)) and states & set(self.stored(each)) for each in task_ids
+            (ends & set(self.events(each)) and states & set(self.stored(each)))
+            or ("IGNORED" in self.stored(each) and self.saw(each, "started"))
+            for each in task_ids
         )
 
     # -- looking -------------------------------------------------------------------------------------------------------

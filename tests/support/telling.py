@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from celery_idempotent.events import OUTCOMES, Counters
-from celery_idempotent.signals import Event
+from celery_idempotent.events import Counters
+from celery_idempotent.signals import OUTCOMES, Event
 from tests.support.paths import ROOT
 
 
@@ -66,7 +66,7 @@ def listening() -> Iterator[Heard]:
     logger, handler = logging.getLogger("celery_idempotent.events"), Handler()
     level = logger.level
     with ExitStack() as stack:
-        for signal, (name, _) in OUTCOMES.items():
+        for name, signal in OUTCOMES.items():
             note = _noting(heard, name)
             signal.connect(note, weak=False)
             stack.callback(signal.disconnect, note)

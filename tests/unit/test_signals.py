@@ -22,7 +22,7 @@ from celery_idempotent.testing import FakeClock
 
 Seen = list[tuple[str, Any, Event]]
 
-NAMES = [name for name in signals.__all__ if isinstance(getattr(signals, name), Signal)]
+NAMES = [name for name, each in vars(signals).items() if isinstance(each, Signal)]
 
 
 @pytest.fixture(params=["noting", "raising"])
@@ -93,22 +93,26 @@ def outcomes(seen: Seen) -> list[str]:
 
 
 def test_there_is_one_for_each_outcome():
-    assert set(NAMES) == {
-        "forgotten",
-        "requeued",
-        "reserved",
-        "claimed",
-        "replayed",
-        "conflicted",
-        "mismatched",
-        "settled",
-        "released",
-        "interrupted",
-        "lease_lost",
-        "swept",
-        "settle_failed",
-        "store_failed",
-    }
+    assert (
+        set(NAMES)
+        == set(signals.OUTCOMES)
+        == {
+            "forgotten",
+            "requeued",
+            "reserved",
+            "claimed",
+            "replayed",
+            "conflicted",
+            "mismatched",
+            "settled",
+            "released",
+            "interrupted",
+            "lease_lost",
+            "swept",
+            "settle_failed",
+            "store_failed",
+        }
+    )
 
 
 def test_an_event_is_frozen_and_has_no_dict():

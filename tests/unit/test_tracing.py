@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_idempotent import IdempotentTask, signals, tracing
-from celery_idempotent.events import OUTCOMES
 from celery_idempotent.testing import isolated_records
 
 Traced = Callable[..., ReadableSpan]
@@ -44,8 +43,8 @@ def traced() -> Iterator[Traced]:
 
     yield run
     provider.shutdown()
-    for signal, (outcome, _) in OUTCOMES.items():
-        assert signal.disconnect(dispatch_uid=f"{tracing.__name__}.{outcome}")
+    for name, outcome in signals.OUTCOMES.items():
+        assert outcome.disconnect(dispatch_uid=f"{tracing.__name__}.{name}")
 
 
 def test_a_run_and_its_repetition(app: Celery, traced: Traced) -> None:

@@ -71,7 +71,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from celery.utils.dispatch import Signal
     from django.http import HttpRequest
     from typing_extensions import Unpack
 
@@ -116,7 +115,10 @@ class QueuedRequest:
         return get_store(self.task.app)
 
     def report(
-        self, outcome: Signal, record: Record | None = None, **details: Unpack[Details]
+        self,
+        outcome: signals.OutcomeSignal,
+        record: Record | None = None,
+        **details: Unpack[Details],
     ) -> None:
         """Report what became of the request, with the task id of the record that its key has."""
         identity, task_id = self.identified.identity, "" if record is None else record.task_id
