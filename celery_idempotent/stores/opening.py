@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import quote, urlsplit
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import real_app
@@ -153,9 +153,9 @@ def _resolve(path: str) -> Callable[..., Store]:
 #: The schemes of Celery's own Redis result backends.
 _BACKENDS = {"redis", "rediss", "redis+socket", "socket", "sentinel"}
 
-#: Parameters of the backend's connections that the store's do not share: a pool's, those of ``redis.Redis``, and text
-#: where scripts answer with bytes.
-_NOT_SHARED = {"decode_responses", "hosts", "max_connections", "retry_on_timeout"}
+#: Parameters of Celery's connections that the store's do not share: a pool's, those of ``redis.Redis``, and text where
+#: scripts answer with bytes.
+_NOT_SHARED = {"decode_responses", "max_connections", "retry_on_timeout"}
 
 
 def _from_backend(app: Celery) -> Store:
@@ -166,103 +166,65 @@ def _from_backend(app: Celery) -> Store:
         backend: Any = app.backend
         given: dict[str, Any] = dict(backend.connparams)
     except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidOption(
-            f"the app's result_backend cannot be set up ({type(error).__name__}): correct its settings, or set"
-            " idempotency_store"
-        ) from None
+        raise _unreadable("result_backend", error) from None
     if app.conf.redis_socket_timeout == DEFAULTS["redis_socket_timeout"]:
         # Two minutes, which nobody chose: a task must not wait for its claim that long.
         given["socket_timeout"] = None
-    options = {
-        name: value
-        for name, value in given.items()
-        if value is not None and name not in _NOT_SHARED
-    }
-    url = "redis://"
-    if (hosts := given.get("hosts")) is not None:
-        options.pop("connection_class", None)
-        transport = app.conf.result_backend_transport_options or {}
-        addresses = [f"{host['host']}:{host['port']}" for host in hosts]
-        url = _sentinels(addresses, transport, db=options.pop("db", 0))
-        options["sentinel_kwargs"] = transport.get("sentinel_kwargs")
-        options["ssl"] = bool(app.conf.redis_backend_use_ssl)
+    hosts = [f"{host['host']}:{host['port']}" for host in given.pop("hosts", ())]
     prefix = backend.task_keyprefix.decode().removesuffix(type(backend).task_keyprefix)
-    return _resolve(_SCHEMES["redis"])(url, prefix=f"{prefix}idem", options=options)
+    return _redis(given, hosts, app.conf.result_backend_transport_options, prefix)
 
 
 def _from_broker(app: Celery) -> Store | None:
-    """Open the broker if it is one Redis."""
-    transport = app.conf.broker_transport_options or {}
-    url, tls = _broker_url(app.conf.broker_url, transport), app.conf.broker_use_ssl
-    if url is None:
+    """Open the broker if it is one Redis, as kombu reads its URL and settings."""
+    url: Any = app.conf.broker_url
+    first = url if isinstance(url, str) or not url else url[0]
+    scheme = str(first).partition("://")[0]
+    if scheme not in ("redis", "rediss", "sentinel"):
         return None
-    options: dict[str, object] = dict(tls) if isinstance(tls, Mapping) else {}
-    if url.startswith("sentinel://"):
-        options["sentinel_kwargs"] = transport.get("sentinel_kwargs")
-        options["ssl"] = bool(tls)
-    elif tls and url.startswith("redis://"):
-        url = "rediss" + url.removeprefix("redis")
-    keyprefix = transport.get("global_keyprefix")
-    prefix = f"{keyprefix}idem" if keyprefix else None
-    return _resolve(_SCHEMES["redis"])(url, prefix=prefix, options=options)
-
-
-def _broker_url(url: object, transport: Mapping[str, object]) -> str | None:
-    """Return Celery's URL of a Redis in our form, ``None`` if it is something else.
-
-    Raises:
-        InvalidOption: for a list of brokers that begins with a Redis.
-    """
-    if isinstance(url, (list, tuple)):
-        url = ";".join(url)
-    if not isinstance(url, str):
-        return None
-    scheme, _, rest = url.partition("://")
-    if scheme == "sentinel":
-        return _sentinel_url(url, transport)
-    if scheme not in ("redis", "rediss", "socket", "redis+socket"):
-        return None
-    if ";" in url:
+    try:
+        client: Any = app.connection_for_write()
+        given = {"host": client.hostname, "port": client.port}
+        given |= {"username": client.userid, "password": client.password}
+        given["db"] = int(client.virtual_host.strip("/") or 0)
+    except (TypeError, ValueError) as error:
+        raise _unreadable("broker_url", error) from None
+    if scheme != "sentinel" and len(client.alt) > 1:
         raise InvalidOption(
             "broker_url fails over from one server to another, and no records move with it: while the first is down"
             " no task could run. Set idempotency_store to the Redis that keeps the records"
         )
-    if scheme in ("socket", "redis+socket"):
-        return _unix_url(rest)
-    # kombu reads its own options from the query; those of the connection itself are ours as well.
-    address, _, query = url.partition("?")
-    tls = [(k, v) for k, v in parse_qsl(query) if k.startswith("ssl_")]
-    return (address if "://" in address else f"{scheme}://") + ("?" + urlencode(tls) if tls else "")
+    if client.ssl:
+        from redis import SSLConnection
+
+        tls = client.ssl if isinstance(client.ssl, Mapping) else {}
+        given |= {**tls, "connection_class": SSLConnection}
+    hosts = [urlsplit(each).netloc.rpartition("@")[2] for each in client.alt or [first]]
+    prefix = client.transport_options.get("global_keyprefix", "")
+    return _redis(given, hosts if scheme == "sentinel" else [], client.transport_options, prefix)
 
 
-def _unix_url(rest: str) -> str:
-    parts = urlsplit(f"unix://{rest}")
-    query = dict(parse_qsl(parts.query))
-    db = query.get("virtual_host", "0").strip("/") or "0"
-    user = parts.netloc.rpartition("@")[0]
-    return f"unix://{user}{'@' if user else ''}{parts.path}?db={db}"
+def _redis(
+    given: Mapping[str, Any], sentinels: list[str], transport: Mapping[str, Any] | None, prefix: str
+) -> Store:
+    """Open the Redis that these parameters of connections lead to, or the master that the Sentinels name."""
+    options = {k: v for k, v in given.items() if v not in (None, "") and k not in _NOT_SHARED}
+    url = "redis://"
+    if sentinels:
+        transport = transport or {}
+        if not (master := transport.get("master_name")):
+            raise InvalidOption(
+                "the app's Sentinel has no master_name in its transport options:"
+                " set it there, or set idempotency_store"
+            )
+        url = f"sentinel://{';'.join(sentinels)}/{quote(str(master))}/{options.pop('db', 0)}"
+        options["ssl"] = options.pop("connection_class", None) is not None
+        options["sentinel_kwargs"] = transport.get("sentinel_kwargs")
+    return _resolve(_SCHEMES["redis"])(url, prefix=f"{prefix}idem", options=options)
 
 
-def _sentinel_url(url: str, transport: Mapping[str, object]) -> str:
-    """Read ``sentinel://:secret@h1/0;sentinel://h2``."""
-    user, db, hosts = "", "", []
-    for part in url.split(";"):
-        authority, _, path = part.removeprefix("sentinel://").partition("/")
-        of_part, _, host = authority.rpartition("@")
-        hosts.append(host)
-        user = user or of_part
-        db = db or path.partition("?")[0].strip("/")
-    return _sentinels(hosts, transport, db=db or "0", user=user)
-
-
-def _sentinels(
-    hosts: list[str], transport: Mapping[str, object], *, db: object, user: str = ""
-) -> str:
-    """Return the URL of the master that the transport options name."""
-    master = transport.get("master_name")
-    if not master:
-        raise InvalidOption(
-            "the app's Sentinel has no master_name in its transport options:"
-            " set it there, or set idempotency_store"
-        )
-    return f"sentinel://{user}{'@' if user else ''}{';'.join(hosts)}/{quote(str(master))}/{db}"
+def _unreadable(setting: str, error: Exception) -> InvalidOption:
+    return InvalidOption(
+        f"the app's {setting} cannot be set up ({type(error).__name__}): correct its settings, or set"
+        " idempotency_store"
+    )

@@ -446,7 +446,7 @@ class TestOpening:
 
     def test_its_timeouts_are_short_unless_the_url_says_otherwise(self, use_alias):
         def timeouts(url):
-            pool = open_store(url).cache._link._pool
+            pool = open_store(url).cache._link.pool
             connection = pool.connection_class(**pool.connection_kwargs)
             return connection.socket_timeout, connection.socket_connect_timeout
 

@@ -41,7 +41,7 @@ def new_app(**settings) -> Celery:
 
 def connection(store):
     """Return a connection of the store, not connected."""
-    pool = store._link._pool
+    pool = store._link.pool
     return pool.connection_class(**pool.connection_kwargs)
 
 
@@ -142,9 +142,7 @@ class TestApps:
             ({"result_backend": "redis"}, "localhost:6379", 0),
             ({"result_backend": "redis", "redis_host": "a", "redis_port": 7}, "a:7", 0),
             ({"result_backend": "redis", "redis_db": 5}, "localhost:6379", 5),
-            ({"broker_url": "redis://b/1?visibility_timeout=5"}, "b:6379", 1),
             ({"result_backend": "redis+socket:///run/r?virtual_host=4"}, "/run/r", 4),
-            ({"broker_url": "redis+socket:///run/r?virtual_host=/4"}, "/run/r", 4),
         ],
     )
     def test_without_a_setting_it_is_the_apps_own_redis(self, settings, where, db):
@@ -226,7 +224,7 @@ class TestApps:
             result_backend_transport_options={"master_name": "main"},
             redis_backend_use_ssl={"ssl_cert_reqs": ssl.CERT_NONE},
         )
-        pool = get_store(app)._link._pool
+        pool = get_store(app)._link.pool
         (sentinel,) = pool.sentinel_manager.sentinels
         master = pool.connection_class(**pool.connection_kwargs)
         kwargs = sentinel.connection_pool.connection_kwargs

@@ -249,7 +249,7 @@ class TestConnections:
     def test_the_timeouts_have_defaults_and_the_url_wins(self):
         def timeouts(url):
             store: Any = RedisStore(url)
-            pool = store._link._pool
+            pool = store._link.pool
             connection = pool.connection_class(**pool.connection_kwargs)
             return connection.socket_timeout, connection.socket_connect_timeout
 

@@ -20,31 +20,8 @@ from celery_idempotent.stores.base import ServerFacts
 if TYPE_CHECKING:
     from redis.cluster import RedisCluster
 
-#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``. Which of them
-#: the caller knows by the command, and mypy does not.
+#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``.
 Reply: TypeAlias = Any
-
-#: How many idle connections stay open after a burst of threads or greenlets.
-_MAX_IDLE = 64
-
-#: Errors that may be gone at the next try: a failover, a full memory. Some parsers of redis-py raise these classes,
-#: without the word, for others see the words.
-_TRANSIENT = (
-    *(exceptions.MovedError, exceptions.AskError, exceptions.MasterDownError),
-    *(exceptions.ClusterDownError, exceptions.TryAgainError, exceptions.ReadOnlyError),
-    exceptions.OutOfMemoryError,
-)
-#: At the start of the message or, before Redis 7, in the middle of a script's error.
-_TRANSIENT_WORDS = re.compile(
-    r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
-    r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
-)
-_LOGIN_ERRORS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-_SILENT = (
-    *(exceptions.ConnectionError, exceptions.TimeoutError, OSError),
-    *(exceptions.ClusterError, exceptions.RedisClusterException),
-)
-_ERRORS = (exceptions.RedisError, *_SILENT)
 
 
 class Command(NamedTuple):
@@ -90,6 +67,9 @@ SCRIPTS = {
 
 # -- one server --------------------------------------------------------------------------------------------------------
 
+#: How many idle connections stay open after a burst of threads or greenlets.
+_MAX_IDLE = 64
+
 
 class Server:
     """One server, by redis-py's connections without its pool: the last one in is the first one out.
@@ -105,8 +85,7 @@ class Server:
 
     def __init__(self, pool: ConnectionPool, where: str) -> None:
         self.where = where
-        self.endpoint = endpoint_of(pool)
-        self._pool = pool
+        self.pool = pool
         self._idle: list[Any] = []
         self._pid = os.getpid()
 
@@ -155,7 +134,7 @@ class Server:
             return self._connect()
 
     def _connect(self) -> Any:
-        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        connection = self.pool.connection_class(**self.pool.connection_kwargs)
         # Before the first command: where Sentinels have to be asked, that would go to localhost.
         connection.connect()
         return connection
@@ -190,21 +169,20 @@ def _packed(command: Command) -> bytes:
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
 #: Those that say where it leads and who logs in, and what stands for none.
 _TELLING = {"path": "", "host": "localhost", "port": 6379, "db": 0, "username": "", "password": ""}
-_TELLING |= {"ssl_certfile": "", "ssl_keyfile": ""}
+_TELLING |= {"ssl_certfile": "", "ssl_keyfile": "", "encoding": "utf-8"}
 
 
-def endpoint_of(pool: ConnectionPool) -> bytes | None:
-    """Return a digest of where the connections of this pool lead and of their login; ``None`` if that cannot be said.
-
-    Equal ones are the same database of the same server; others may be the same, too.
-    """
-    kind, given = pool.connection_class, pool.connection_kwargs
-    known = kind in (Connection, SSLConnection, UnixDomainSocketConnection)
-    utf8 = str(given.get("encoding") or "utf-8").lower() in {"utf-8", "utf8"}
-    if not (known and utf8) or any(map(given.get, _UNKNOWN)):
-        return None
-    told = (kind, *(str(given.get(name) or usual) for name, usual in _TELLING.items()))
-    return hashlib.sha256(repr(told).encode()).digest()
+def is_one_database(*pools: ConnectionPool) -> bool:
+    """Do all these connections surely lead to the same database of the same server, with the same login?"""
+    plain_kinds = (Connection, SSLConnection, UnixDomainSocketConnection)
+    told = set()
+    for pool in pools:
+        given = pool.connection_kwargs
+        if pool.connection_class not in plain_kinds or any(map(given.get, _UNKNOWN)):
+            return False
+        where = (str(given.get(name) or usual) for name, usual in _TELLING.items())
+        told.add((pool.connection_class, *where))
+    return len(told) == 1
 
 
 # -- a Cluster ---------------------------------------------------------------------------------------------------------
@@ -227,20 +205,22 @@ class Cluster:
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from whichever node serves it by now."""
+        # By the name of a command, as text, redis-py knows where its keys are.
+        named = [(command.words[0].decode(), *command.words[1:]) for command in commands]
         if len(commands) > 1 and not any(command.node for command in commands):
             with self.client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*_named(command))
+                for words in named:
+                    pipeline.execute_command(*words)
                 answers: list[Reply] = pipeline.execute(raise_on_error=False)
             return answers
-        return [self._ask(command) for command in commands]
-
-    def _ask(self, command: Command) -> Reply:
-        given = {"target_nodes": command.node} if command.node else {}
-        try:
-            return self.client.execute_command(*_named(command), **given)
-        except exceptions.ResponseError as error:
-            return error
+        answers = []
+        for words, command in zip(named, commands, strict=True):
+            given = {"target_nodes": command.node} if command.node else {}
+            try:
+                answers.append(self.client.execute_command(*words, **given))
+            except exceptions.ResponseError as error:
+                answers.append(error)
+        return answers
 
     def nodes(self) -> Sequence[Any]:
         """Return the primaries."""
@@ -251,11 +231,6 @@ class Cluster:
         """Close the connections."""
         if "client" in vars(self):
             self.client.close()
-
-
-def _named(command: Command) -> tuple[str | bytes, ...]:
-    """Return the words with the name of the command as text, by which redis-py knows where its keys are."""
-    return (command.words[0].decode(), *command.words[1:])
 
 
 #: The way to a server, or to all servers of a Cluster.
@@ -292,20 +267,32 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     return answers
 
 
-def _refusal_behind(error: Exception) -> Exception:
-    """Return the refusal that redis-py's client of a Cluster met when it asked a node for the slots, if it did."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (exceptions.ResponseError, *_LOGIN_ERRORS)):
-            return cause
-        cause = cause.__cause__ or cause.__context__
-    return error
+_LOGIN_ERRORS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_SILENT = (
+    *(exceptions.ConnectionError, exceptions.TimeoutError, OSError),
+    *(exceptions.ClusterError, exceptions.RedisClusterException),
+)
+_ERRORS = (exceptions.RedisError, *_SILENT)
+#: Errors that may be gone at the next try: a failover, a full memory. Some parsers of redis-py raise these classes,
+#: without the word, for others see the words.
+_TRANSIENT = (
+    *(exceptions.MovedError, exceptions.AskError, exceptions.MasterDownError),
+    *(exceptions.ClusterDownError, exceptions.TryAgainError, exceptions.ReadOnlyError),
+    exceptions.OutOfMemoryError,
+)
+#: At the start of the message or, before Redis 7, in the middle of a script's error.
+_TRANSIENT_WORDS = re.compile(
+    r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
+    r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
+)
 
 
 def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
     """Return the store's error for one of redis-py: StoreUnavailable if another try may help."""
-    if isinstance(error, exceptions.RedisClusterException):
-        error = _refusal_behind(error)
+    # Of a Cluster: what a node refused when it was asked for the slots.
+    cause = error.__cause__ if isinstance(error, exceptions.RedisClusterException) else None
+    if isinstance(cause, (exceptions.ResponseError, *_LOGIN_ERRORS)):
+        error = cause
     text = str(error).rstrip(".")
     if isinstance(error, _LOGIN_ERRORS):
         return StoreMisconfigured(f"{where} refused us: {text}. Check user and password.")
@@ -334,30 +321,23 @@ def in_steps(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def facts_of(link: Link, node: Any) -> ServerFacts:
-    """Read what a server says of itself in INFO.
+    """Read what a server says of itself; a hosted one often refuses ``CONFIG``.
 
     Valkey says ``redis_version:7.2.4`` as well, for clients that know no Valkey: its own version is in another line.
     """
-    (answer,) = exchange(link, (plain(b"INFO", node=node),))
-    if isinstance(answer, bytes):  # else read by redis-py's client
-        lines = answer.decode(errors="replace").splitlines()
-        answer = dict(line.split(":", 1) for line in lines if ":" in line)
-    said = {word: str(what).strip() for word, what in answer.items()}
+    (info,) = exchange(link, (plain(b"INFO", node=node),))
+    if isinstance(info, bytes):  # else read by redis-py's client
+        lines = info.decode(errors="replace").splitlines()
+        info = dict(line.split(":", 1) for line in lines if ":" in line)
+    said = {word: str(what).strip() for word, what in info.items()}
     kind, version = "Redis", said.get("redis_version", "0")
     valkey = said.get("valkey_version") or said.get("server_version")
     if said.get("server_name") == "valkey" and valkey:
         kind, version = "Valkey", valkey
-    persistent = True if said.get("aof_enabled") == "1" else _saves(link, node)
+    persistent = True if said.get("aof_enabled") == "1" else None
+    if not persistent:
+        with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
+            (saves,) = exchange(link, (plain(b"CONFIG", b"GET", b"save", node=node),))
+            persistent = any(value for _, value in pairs(saves)) if saves else None
     eviction = said.get("maxmemory_policy", "unknown")
     return ServerFacts(kind=kind, version=version, eviction=eviction, persistent=persistent)
-
-
-def _saves(link: Link, node: Any) -> bool | None:
-    """Does the server save snapshots? ``None``: it does not say (hosted servers often refuse ``CONFIG``)."""
-    try:
-        (answer,) = link.exchange((plain(b"CONFIG", b"GET", b"save", node=node),))
-    except _ERRORS:
-        return None
-    if isinstance(answer, Exception) or not answer:
-        return None
-    return any(value for _, value in pairs(answer))

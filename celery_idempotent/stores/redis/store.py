@@ -58,10 +58,11 @@ from celery_idempotent.stores.redis.servers import (
     SCRIPTS,
     Command,
     Reply,
-    endpoint_of,
+    Server,
     exchange,
     facts_of,
     in_steps,
+    is_one_database,
     pairs,
     plain,
 )
@@ -215,8 +216,11 @@ class RedisStore(Store):
         """Are these connections to the same database, with the same login?"""
         # Who overrides settle() does something in it that a settle with the result would leave out.
         overridden = type(self).settle is not RedisStore.settle or "settle" in vars(self)
-        ours = None if overridden else getattr(self._link, "endpoint", None)
-        return ours is not None and ours == endpoint_of(pool)
+        return (
+            not overridden
+            and isinstance(self._link, Server)
+            and is_one_database(self._link.pool, pool)
+        )
 
     def write_result(self, result: ResultWrite) -> bool:
         """Write the result of a task that a record answered, in one script."""

@@ -26,17 +26,8 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores.redis.servers import Cluster, Link, Server
 
-DEFAULT_PREFIX = "idem"
-
-#: A task that fails can be tried again, one that hangs cannot. A URL's query may set another one.
-DEFAULT_SOCKET_TIMEOUT = 5.0
-_DEFAULTS: Mapping[str, object] = {
-    "socket_timeout": DEFAULT_SOCKET_TIMEOUT,
-    "socket_connect_timeout": 2.0,
-    "protocol": 2,
-}
-#: Celery writes these the long way, redis-py the short one.
-_CERT_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "required"}
+#: A task that fails can be tried again, one that hangs cannot. A URL's query may set other timeouts.
+_DEFAULTS = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
 
 
 def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
@@ -44,16 +35,19 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
 
     ``options`` are further arguments of redis-py's connections; the URL's query wins over them.
     """
-    address, _, query_text = url.partition("?")
+    address, _, text = url.partition("?")
     scheme = address.partition("://")[0]
-    query = dict(parse_qsl(query_text, keep_blank_values=True))
-    prefix = query.pop("prefix", DEFAULT_PREFIX)
+    query = dict(parse_qsl(text, keep_blank_values=True))
+    prefix = query.pop("prefix", "idem")
     query.pop("decode_responses", None)
-    if reqs := query.get("ssl_cert_reqs"):
-        query["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
-    make = {"sentinel": _sentinel, "redis+cluster": _cluster, "rediss+cluster": _cluster}
+    if "ssl_cert_reqs" in query:  # CERT_NONE, as Celery writes it
+        query["ssl_cert_reqs"] = query["ssl_cert_reqs"].removeprefix("CERT_").lower()
     try:
-        return make.get(scheme, _single)(address, query, options), prefix
+        if scheme == "sentinel":
+            return _sentinel(address, query, options), prefix
+        if scheme.endswith("+cluster"):
+            return _cluster(address, query, options), prefix
+        pool = ConnectionPool(**_arguments(address, query, options))
     except (TypeError, RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
@@ -64,80 +58,78 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
             f"the idempotency store's {scheme}:// URL cannot be read: check host, port and"
             " database, and percent-encode special characters in the password"
         ) from None
-
-
-def _single(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
-    pool = _pool(address, query, options)
     given = pool.connection_kwargs
     where = given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
-    return Server(pool, f"Redis at {where}")
+    return Server(pool, f"Redis at {where}"), prefix
 
 
-def _cluster(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
-    user, hosts, path = _authority(address)
-    scheme = address.partition("+")[0]
-    kwargs = _arguments(f"{scheme}://{user}{hosts[0]}{path}", query, options)
-    if kwargs.pop("db", 0):
+def _cluster(address: str, query: Mapping[str, str], options: Mapping[str, Any]) -> Link:
+    scheme, user, hosts, path = _parts(address)
+    given = _shared(_arguments(f"{scheme}://{user}{hosts[0]}{path}", query, options))
+    if given.pop("db", 0):
         raise _incomplete("a database: a Cluster has only number 0")
-    kwargs["startup_nodes"] = [ClusterNode(*_address(host, 6379)) for host in hosts]  # type: ignore[no-untyped-call]
+    nodes = [ClusterNode(*_host_and_port(host, 6379)) for host in hosts]  # type: ignore[no-untyped-call]
     # Follows a Cluster's changes for about half a second; a failover takes longer, and is left to the caller.
-    kwargs["retry"] = Retry(ExponentialBackoff(cap=0.2, base=0.02), 5)
-    return Cluster(partial(RedisCluster, **kwargs), f"Redis Cluster at {','.join(hosts)}")
+    retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 5)
+    connect = partial(RedisCluster, startup_nodes=nodes, retry=retry, **given)
+    return Cluster(connect, f"Redis Cluster at {','.join(hosts)}")
 
 
 def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
-    user, hosts, path = _authority(address)
+    _, user, hosts, path = _parts(address)
     name, _, db = path.strip("/").partition("/")
     if not name:
         raise _incomplete("no master name")
-    tls = query.pop("ssl", "").lower() in {"1", "true", "yes"} or bool(options.get("ssl"))
+    of_masters = dict(options)
+    own = of_masters.pop("sentinel_kwargs", None) or {}
+    tls = of_masters.pop("ssl", False) or query.pop("ssl", "").lower() in {"1", "true", "yes"}
     scheme = "rediss" if tls else "redis"
-    of_masters = {k: v for k, v in options.items() if k not in ("ssl", "sentinel_kwargs")}
     names = [name for name in query if name.startswith("sentinel_")]
     of_sentinels = {name.removeprefix("sentinel_"): query.pop(name) for name in names}
-    masters = _arguments(f"{scheme}://{user}localhost/{db}", query, of_masters)
+    masters = _shared(_arguments(f"{scheme}://{user}localhost/{db}", query, of_masters))
     # With the timeouts and certificates of the masters, but a user and a password of their own.
-    shared = {k: v for k, v in masters.items() if k.startswith(("socket_", "ssl_"))}
-    own = {k: v for k, v in (options.get("sentinel_kwargs") or {}).items() if k != "ssl"}
-    watchers = _arguments(f"{scheme}://localhost", of_sentinels, {**shared, **own})
+    own = {k: v for k, v in masters.items() if k.startswith(("socket_", "ssl_"))} | own
+    own.pop("ssl", None)
+    watchers = _shared(_arguments(f"{scheme}://localhost", of_sentinels, own))
     # A Sentinel that is down is not tried again: there are others.
     watchers["retry"] = Retry(NoBackoff(), 0)
-    addresses = [_address(host, 26379) for host in hosts]
+    addresses = [_host_and_port(host, 26379) for host in hosts]
     sentinels = Sentinel(addresses, sentinel_kwargs=watchers)  # type: ignore[no-untyped-call]
     pool = SentinelConnectionPool(name, sentinels, **masters)  # type: ignore[no-untyped-call]
     return Server(pool, f"Redis master {name} of Sentinel at {';'.join(hosts)}")
 
 
-def _pool(address: str, query: Mapping[str, str], options: Mapping[str, Any]) -> ConnectionPool:
-    """Let redis-py read a URL. Of its pool only the connections' class and arguments are used."""
-    pool = ConnectionPool.from_url(f"{address}?{urlencode(query)}", **{**_DEFAULTS, **options})
-    # Connects to nothing, but refuses unknown options.
-    pool.connection_class(**pool.connection_kwargs)
-    return pool
-
-
 def _arguments(
     address: str, query: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what redis-py reads in a URL as arguments of its other clients, which have hosts of their own."""
-    _pool(address, query, options)
-    given = {**_DEFAULTS, **options, **parse_url(f"{address}?{urlencode(query)}")}  # type: ignore[no-untyped-call]
+    """Return what redis-py reads in a URL, as arguments of a pool."""
+    url = f"{address}?{urlencode(query)}"
+    given: dict[str, Any] = {**_DEFAULTS, **options, **parse_url(url)}  # type: ignore[no-untyped-call]
+    pool = ConnectionPool(**given)
+    # Connects to nothing, but refuses unknown options.
+    pool.connection_class(**pool.connection_kwargs)
+    return given
+
+
+def _shared(given: dict[str, Any]) -> dict[str, Any]:
+    """Return them as arguments of redis-py's other clients, which have hosts of their own."""
     kind = given.pop("connection_class", None)
     given = {name: value for name, value in given.items() if name not in ("host", "port")}
     return given | ({"ssl": True} if kind is SSLConnection else {})
 
 
-def _authority(address: str) -> tuple[str, list[str], str]:
+def _parts(address: str) -> tuple[str, str, list[str], str]:
     """Split ``scheme://user:password@host;host/path``; user and path keep their ``@`` and ``/``."""
-    authority, slash, path = address.partition("://")[2].partition("/")
+    scheme, _, rest = address.partition("://")
+    authority, slash, path = rest.partition("/")
     user, at, hosts = authority.rpartition("@")
     found = [host for host in hosts.replace(";", ",").split(",") if host]
     if not found:
         raise _incomplete("no host")
-    return user + at, found, slash + path
+    return scheme.partition("+")[0], user + at, found, slash + path
 
 
-def _address(host: str, default_port: int) -> tuple[str, int]:
+def _host_and_port(host: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{host}")
     if not parts.hostname:
         raise _incomplete("no host")
