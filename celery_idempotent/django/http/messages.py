@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.serializers.json import DjangoJSONEncoder
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from celery_idempotent.django.http.options import HttpOptions
 
 T = TypeVar("T")
+Made = ParamSpec("Made")
 
 #: Attributes with which a decorator of Django or django-csp tells its middleware what a response may do.
 _FOR_MIDDLEWARE: Final = ("xframe_options_exempt", "_csp")
@@ -90,33 +93,17 @@ def read_response(stored: Stored) -> HttpResponse:
     return response
 
 
-def problem(
-    code: str,
-    detail: str,
-    *,
-    status: int | None = None,
-    title: str | None = None,
-    retryable: bool | None = None,
-    retry_after: float | None = None,
-    docs_url: str | None = None,
-    **members: object,
-) -> HttpResponse:
-    """Return a problem: one of the library's, or one of your own with ``status``, ``title`` and ``retryable``.
+def _answering(make: Callable[Made, Problem]) -> Callable[Made, HttpResponse]:
+    """Return what ``make`` makes, as a response of Django's."""
 
-    ``retry_after`` are seconds. With ``docs_url`` the type is a link into it, else ``about:blank``.
-    """
-    return _response_of(
-        make_problem(
-            code,
-            detail,
-            status=status,
-            title=title,
-            retryable=retryable,
-            retry_after=retry_after,
-            docs_url=docs_url,
-            **members,
-        )
-    )
+    @wraps(make)
+    def problem(*args: Made.args, **kwargs: Made.kwargs) -> HttpResponse:
+        return _response_of(make(*args, **kwargs))
+
+    return problem
+
+
+problem = _answering(make_problem)
 
 
 def refusal(refused: RequestRefused, options: HttpOptions) -> HttpResponse:
