@@ -8,6 +8,7 @@ from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore
 
 from celery_idempotent.celery.task import IdempotentTask as _IdempotentTask
+from celery_idempotent.django import outbox
 from celery_idempotent.django.scopes import user_scope
 from celery_idempotent.django.transactions import alias_in_use, transactions_around
 
@@ -30,7 +31,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is
     committed with what the task wrote, and never lost after that (see
-    :mod:`celery_idempotent.django.outbox.messages`). So does ``self.replace``.
+    :mod:`celery_idempotent.django.outbox`). So does ``self.replace``.
     Everywhere else they do what Celery's do.
     """
 
@@ -63,9 +64,6 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
             defer: Callable[..., object] = super().apply_async_on_commit
             defer(args, kwargs, **options)
             return
-        # Not before: models are made once the apps are.
-        from celery_idempotent.django import outbox
-
         outbox.stage(self, args, kwargs, options, using=alias)
 
     def transactions_around(self, store: Store) -> Sequence[OnCommit]:
@@ -77,7 +75,5 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         alias = alias_in_use()
         if alias is None or self.request.is_eager:
             return super().on_replace(sig)
-        from celery_idempotent.django import outbox
-
         outbox.stage(sig, using=alias)
         raise Ignore("Replaced by new task")

@@ -125,9 +125,6 @@ class OutboxMessage(models.Model):
     Its sender has it until ``due_ms``. After that any process may take it, by moving ``due_ms``.
     """
 
-    #: How much of an error is kept for operators.
-    ERROR_CHARS = 500
-
     id = models.BigAutoField(primary_key=True)
     #: The name of the Celery app whose broker the message is for.
     app = models.CharField(max_length=255)
@@ -144,7 +141,7 @@ class OutboxMessage(models.Model):
     due_ms = models.BigIntegerField()
     #: How often sending it failed, and how it did last: never the arguments.
     attempts = models.PositiveIntegerField(default=0)
-    error = models.CharField(max_length=ERROR_CHARS, blank=True, default="")
+    error = models.CharField(max_length=500, blank=True, default="")
 
     class Meta:
         default_permissions = ()

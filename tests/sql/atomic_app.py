@@ -27,11 +27,10 @@ CONF = "ATOMIC_CONF"
 
 django.setup()
 
-from celery_idempotent.django import IdempotentTask  # noqa: E402
-from celery_idempotent.django.outbox import messages  # noqa: E402
+from celery_idempotent.django import IdempotentTask, outbox  # noqa: E402
 
 # So soon a sweep takes the sender of a message for dead.
-messages.LEASE_MS = 1000
+outbox.LEASE_MS = 1000
 
 app = Celery("atomic", set_as_current=False)
 app.conf.update(json.loads(os.environ[CONF]))

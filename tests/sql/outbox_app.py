@@ -28,11 +28,10 @@ def make_app(settings: dict[str, Any]) -> Celery:
     """Return an app with every task of these tests; Django is set up already."""
     from django.db import connections, transaction
 
-    from celery_idempotent.django import IdempotentTask
-    from celery_idempotent.django.outbox import messages
+    from celery_idempotent.django import IdempotentTask, outbox
 
-    messages.LEASE_MS = LEASE_MS
-    messages.BACKOFF_MS = 100
+    outbox.LEASE_MS = LEASE_MS
+    outbox.BACKOFF_MS = 100
     app = Celery("outbox-faults", set_as_current=False)
     app.conf.update(
         broker_connection_retry_on_startup=True,

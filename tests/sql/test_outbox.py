@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -179,18 +181,12 @@ class TestOnEveryDatabase:
     def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django.outbox import messages
+        from django.db.models import QuerySet
 
-        class Sent:
-            def __init__(self, using: str) -> None: ...
+        def die(*_: object) -> None:
+            raise SystemExit
 
-            def filter(self, **_: Any) -> Any:
-                return self
-
-            def _raw_delete(self, using: str) -> None:
-                raise SystemExit
-
-        monkeypatch.setattr(messages, "_rows", Sent)
+        monkeypatch.setattr(QuerySet, "_raw_delete", die)
         with pytest.raises(SystemExit), stage.atomic():
             stage.add("note", (7,), countdown=60, expires=120, headers={"trace": "x"})
         monkeypatch.undo()
@@ -203,15 +199,34 @@ class TestOnEveryDatabase:
         assert headers["idempotency"]["id"] == headers["id"]
         assert headers["idempotency"]["key"] == "7"
 
-    def test_a_sender_whose_lease_ran_out_stops(
+    def test_after_a_long_transaction_its_process_sends_what_no_sweep_has(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django.outbox import messages
+        from celery_idempotent.django import outbox
 
         with stage.atomic():
             staged = stage.notes(1, 2)
-            # The transaction takes so long that a sweep may be at it.
-            monkeypatch.setattr(messages, "LEASE_MS", 0)
+            later = time.monotonic() + 3600
+            monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: later))
+        assert ids(stage.app) == staged
+        assert stage.pending() == []
+
+    def test_after_a_long_transaction_what_a_sweep_has_is_left_to_it(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        from django.db import transaction
+
+        from celery_idempotent.django import outbox
+        from celery_idempotent.django.fields import NowMs
+
+        def swept() -> None:
+            stage.rows.update(created_ms=NowMs() - 3_600_000, due_ms=NowMs() + outbox.LEASE_MS)
+
+        with stage.atomic():
+            transaction.on_commit(swept, using=stage.alias)
+            staged = stage.notes(1, 2)
+            later = time.monotonic() + 3600
+            monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: later))
         assert ids(stage.app) == []
         assert [each.task_id for each in stage.pending()] == staged
 

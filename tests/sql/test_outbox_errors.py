@@ -18,7 +18,7 @@ pytest.importorskip("django")
     ],
 )
 def test_credentials_are_masked(sql_databases: object, url: str) -> None:
-    from celery_idempotent.django.outbox.messages import error_text
+    from celery_idempotent.django.outbox import error_text
 
     told = error_text(OSError(f"cannot reach {url} (twice)"))
     assert told.startswith("OSError: cannot reach ")
@@ -29,7 +29,7 @@ def test_credentials_are_masked(sql_databases: object, url: str) -> None:
 
 
 def test_what_is_no_url_is_told_whole(sql_databases: object) -> None:
-    from celery_idempotent.django.outbox.messages import error_text
+    from celery_idempotent.django.outbox import error_text
 
     said = "see https://docs.example/errors or write to ops@example.com"
     assert error_text(ValueError(said)) == f"ValueError: {said}"

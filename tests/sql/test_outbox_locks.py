@@ -117,13 +117,13 @@ def test_locked_messages_however_many_hide_no_other(open_stage: Open):
 def test_a_sweep_ends_with_its_budget_also_where_each_lock_costs_time(
     open_stage: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    from celery_idempotent.django.outbox import messages
+    from celery_idempotent.django import outbox
 
     stage = open_stage("sqlite")
     for number in range(100):
         stage.dies_after_commit(number)
     stage.pass_time()
-    monkeypatch.setattr(messages, "BUDGET_SECONDS", 0.3)
+    monkeypatch.setattr(outbox, "BUDGET_SECONDS", 0.3)
     with Lock(stage):
         assert Sweeping(stage).report(seconds=3).more
     assert len(stage.pending()) == 100

@@ -47,7 +47,7 @@ from celery_idempotent.django.http.callers import caller_scope
 from celery_idempotent.django.http.messages import problem, refusal
 from celery_idempotent.django.http.options import KEY_META, HttpOptions, http_options
 from celery_idempotent.django.http.status import status_url
-from celery_idempotent.django.outbox.payload import SENDER_OPTIONS, absolute
+from celery_idempotent.django.outbox import SENDER_OPTIONS, absolute
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.django.transactions import first_on_commit
 from celery_idempotent.errors import STORE_ERRORS, InvalidOption

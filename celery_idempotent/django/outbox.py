@@ -6,7 +6,7 @@ sends it after COMMIT, and deletes it once the broker has it; what a dead proces
     BEGIN ─ stage m1 ─ stage m2 ─ COMMIT ─┬─ send m1 ─ delete ─ send m2 ─┬─ delete
                                           └─ ✗ a sweep sends m1, m2      └─ ✗ a sweep sends m2 again: absorbed
 
-Until ``due_ms`` a message is its sender's. After that any sweep may take it: one conditional UPDATE moves the time, so
+Until ``due_ms`` a message is its sender's. After that whoever moves the time, by one conditional UPDATE, may send it:
 no row is locked while a message is sent. One that cannot be sent stays, with the error beside it, and rests for a
 while, longer after each failure.
 """
@@ -14,13 +14,15 @@ while, longer after each failure.
 from __future__ import annotations
 
 import logging
+import numbers
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -29,10 +31,11 @@ from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
 from django.db import DatabaseError, connections, transaction
 from django.db.models import F, QuerySet
-from kombu import pools
+from kombu import pools, serialization
 from kombu.exceptions import OperationalError
 
 from celery_idempotent.celery.definition import DefinedTask, is_celerys_own
+from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.publishing import (
     DeferredCall,
     give_ids_to_callbacks,
@@ -41,18 +44,21 @@ from celery_idempotent.celery.publishing import (
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.celery.typed import AnyTask, Options, Result, Sig
 from celery_idempotent.django.fields import NowMs
-from celery_idempotent.django.models import OutboxMessage
-from celery_idempotent.django.outbox.payload import absolute, dump, load
-from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
+from celery_idempotent.errors import IdempotencyError, InvalidOption, StoreMisconfigured
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, as_mapping, stamp_of
+from celery_idempotent.serializers import NotStored, Serializer, decode, from_bytes, to_bytes
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.django.models import OutboxMessage
+
+__all__ = ["Sent", "oldest_ms", "stage", "sweep"]
+
 logger = logging.getLogger(__name__)
 
-#: How long the sender of a message is left alone: from the staging, or from when a sweep took the message.
+#: How long the sender of a message is left alone: from the staging, or from when somebody took the message.
 LEASE_MS = 60_000
 #: A message that could not be sent rests this long, doubled with every failure, up to the longest.
 BACKOFF_MS = 1_000
@@ -66,6 +72,12 @@ MAX_UNREACHED = 3
 UNREACHED_SECONDS = 1.0
 #: How long a broker may take to confirm a message; after that it is sent again, under the same task id.
 CONFIRM_SECONDS = 10
+#: The largest call that can be staged, serialized.
+MAX_BYTES = 1024 * 1024
+#: How much of an error is kept for operators.
+ERROR_CHARS = 500
+#: Options that belong to the process which sends: its connection to the broker, and its router.
+SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
 #: Until when an app that did not reach its broker leaves its messages to the sweep (``time.monotonic``).
 _unreached_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
@@ -177,24 +189,78 @@ def _stage_call(task: AnyTask, call: DeferredCall, using: str) -> str:
             options.setdefault("priority", priority)
     options["root_id"] = options.get("root_id") or task_id
     options["reply_to"] = options.get("reply_to") or app.thread_oid
-    message = OutboxMessage(
+    found: Identified | None = None
+    if isinstance(task, IdempotentTask) and (definition := task.idempotency_definition()):
+        stamped = stamp_of(as_mapping(options.get("headers")), task_id)
+        found = Identified.from_header(stamped, definition.identifier.namespace)
+    message = _rows(using).create(
         app=_name_of(app),
         task=name[:MAX_CHARS],
         task_id=task_id[:MAX_CHARS],
+        key=found.identity.key if found else "",
+        scope=found.identity.scope if found else "",
         # The bytes, not the caller's objects, which may change before the commit.
-        payload=dump(task, call, options),
+        payload=_dump(task, call, options),
         created_ms=NowMs(),
         due_ms=NowMs() + LEASE_MS,
     )
-    if isinstance(task, IdempotentTask) and (definition := task.idempotency_definition()):
-        stamped = stamp_of(as_mapping(options.get("headers")), task_id)
-        identified = Identified.from_header(stamped, definition.identifier.namespace)
-        if identified is not None:
-            message.key, message.scope = identified.identity.key, identified.identity.scope
-    message.save(using=using, force_insert=True)
     send = partial(_send_after_commit, app, using, message, time.monotonic())
     transaction.on_commit(send, using=using)
     return task_id
+
+
+def absolute(options: Mapping[str, object], *, task: str) -> Options:
+    """Return options that mean the same whenever the message is sent: delays become points in time.
+
+    Raises:
+        IdempotencyError: for an option that means something in this process only.
+    """
+    kept: Options = dict(options)
+    if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
+        raise IdempotencyError(
+            f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
+        )
+    now, countdown = datetime.now(timezone.utc), kept.pop("countdown", None)
+    if countdown:
+        kept["eta"] = countdown
+    for name in ("eta", "expires"):
+        value = kept.get(name)
+        if isinstance(value, numbers.Real):
+            value = now + timedelta(seconds=float(value))
+        if isinstance(value, datetime):
+            kept[name] = value.isoformat()
+    return kept
+
+
+def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:
+    """Serialize a call with these options as its message would be.
+
+    Raises:
+        IdempotencyError: if it cannot be, could not be read again, or is too large.
+    """
+    app = task.app
+    name = options.get("serializer") or task.serializer or app.conf.task_serializer
+    content: Options = {"task": str(task.name), "args": call.args, "kwargs": call.kwargs}
+    content |= {"options": options, "reserve": call.reserve}
+    try:
+        stored = Serializer(name, app.conf.accept_content).dump(
+            dict(with_dumped_models(app, content)), max_bytes=MAX_BYTES
+        )
+    except InvalidOption:
+        raise IdempotencyError(
+            f"A call of {task.name} is serialized as {name!r}, which this app does not accept: it could not be read "
+            "again when it is sent. Add it to accept_content, or stage it with another serializer."
+        ) from None
+    if isinstance(stored, NotStored):
+        raise IdempotencyError(
+            f"A call of {task.name} cannot be staged: it is {stored.reason}"
+            + (
+                f", {stored.size} bytes where {MAX_BYTES} are allowed. Hand over a reference instead."
+                if stored.size
+                else f" as {name!r}, with its options."
+            )
+        )
+    return to_bytes(stored)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -252,6 +318,8 @@ def oldest_ms(*, using: str | None) -> int | None:
 
 def _rows(using: str) -> QuerySet[OutboxMessage]:
     """Return all staged messages of a database, whatever its routers say."""
+    from celery_idempotent.django.models import OutboxMessage  # models are made once the apps are
+
     return OutboxMessage.objects.using(using)
 
 
@@ -263,11 +331,14 @@ def _name_of(app: Celery) -> str:
 def _send_after_commit(app: Celery, using: str, message: OutboxMessage, staged_at: float) -> None:
     """Send one message; whatever fails, the transaction is committed, and a sweep sends it."""
     now = time.monotonic()
-    # The transaction may have taken so long that a sweep is at the message.
-    late = (now - staged_at) * 1000 >= LEASE_MS / 2
-    if late or now < _unreached_until.get(app, 0):
+    if now < _unreached_until.get(app, 0):
         return
     try:
+        if (now - staged_at) * 1000 >= LEASE_MS / 2:
+            # The transaction took so long that a sweep may be at the message: that has moved the time once.
+            row = _rows(using).filter(pk=message.pk, due_ms__lt=F("created_ms") + 2 * LEASE_MS)
+            if not row.update(due_ms=NowMs() + LEASE_MS):
+                return
         error = _send(app, using, message, lambda publish, *call: publish(*call))
         if error is not None and _is_unreachable(app, error):
             _unreached_until[app] = time.monotonic() + UNREACHED_SECONDS
@@ -299,13 +370,20 @@ def _send(
 def error_text(error: BaseException) -> str:
     """Return class and message of an error, without the credentials that a URL in it may hold."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return _CREDENTIALS.sub("://***@", text)[: OutboxMessage.ERROR_CHARS]
+    return _CREDENTIALS.sub("://***@", text)[:ERROR_CHARS]
 
 
 def _publish(app: Celery, content: bytes) -> None:
-    """Publish what was staged, and return when the broker has it."""
-    name, call = load(app, content)
-    task: Any = app.tasks[name]
+    """Publish what was staged, and return when the broker has it.
+
+    Raises:
+        ContentDisallowed: if the app does not accept its format.
+        DecodeError: if it cannot be read.
+    """
+    accept = serialization.prepare_accept_content(app.conf.accept_content)
+    found = cast("dict[str, Any]", decode(from_bytes(content), accept))
+    task: Any = app.tasks[found.pop("task")]
+    call = DeferredCall(**found)
     with _confirming(app) as options:
         call.options.update(options)
         if isinstance(task, IdempotentTask):
