@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from celery.app.routes import Router
 
 from celery_idempotent.celery.definition import Definition
-from celery_idempotent.celery.registry import has_loaded_tasks, load_tasks
+from celery_idempotent.celery.registry import load_tasks, loaded
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.errors import (
@@ -136,7 +136,7 @@ def check_in_thread(app: Celery) -> None:
 
     A server that does not answer must delay neither the worker's first message nor its end.
     """
-    has_loaded_tasks(app)
+    loaded.add(app)  # the worker has imported its tasks
     name = "celery-idempotent-checks"
     threading.Thread(target=_log_findings, args=(app,), name=name, daemon=True).start()
 
@@ -269,7 +269,7 @@ def _unscoped(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
     # Django imports each app that is installed; the core imports nothing of Django.
     if "django_tenants" not in sys.modules:
         return
-    shared = [name for name, (_, each) in tasks.items() if each.identifier.lacks_scope]
+    shared = [name for name, (_, each) in tasks.items() if each.keyed and not each.scoped]
     if shared:
         yield Finding(
             id="W024",

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING
 
 from celery import Task
@@ -22,11 +21,7 @@ from celery import Task
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.models import validation_of
 from celery_idempotent.celery.typed import AnyTask, TaskBase
-from celery_idempotent.errors import (
-    IdempotencyError,
-    InvalidKey,
-    InvalidOption,
-)
+from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
 from celery_idempotent.events import Reporter
 from celery_idempotent.keys.rules import Identifier
 from celery_idempotent.keys.stamp import Identified
@@ -54,8 +49,6 @@ class Definition:
 
     name: str
     policy: Policy
-    keep_ms: int
-    settled_keep_ms: int
     identifier: Identifier
     codec: TaskCodec
     reporter: Reporter
@@ -93,31 +86,27 @@ class DefinedTask(TaskBase):
 
     abstract = True
 
-    #: Assigned whole, as the last step of ``bind()``: Celery lets other threads see a task that is half bound.
+    #: The definition, ``None`` for one of Celery's own, and the same if the task is not switched off. Assigned whole,
+    #: at the end of ``bind()`` and this one last: Celery lets other threads see a task that is half bound.
     _definition: Definition | None = None
-    #: The same of a task that is not switched off.
     _active: Definition | None = None
 
-    def _defined(self) -> Definition | None:
-        """Return what ``bind()`` found; ``None``: left alone.
+    def idempotency_definition(self) -> Definition | None:
+        """Return the definition of a task that is not left alone, nor switched off.
 
         Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
         does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
         """
         if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
-        return self._definition
+        return self._active
 
     def _ours(self) -> Definition:
-        definition = self._defined()
-        if definition is None:
+        """Return the definition of a task that is not left alone; it may be switched off."""
+        self.idempotency_definition()
+        if self._definition is None:
             raise IdempotencyError(f"{self.name} is Celery's own task and runs as Celery runs it.")
-        return definition
-
-    def idempotency_definition(self) -> Definition | None:
-        """Return the definition of a task that is not left alone, nor switched off."""
-        definition = self._active or self._defined()
-        return None if definition is None or definition.policy.mode == "off" else definition
+        return self._definition
 
     @property
     def idempotency_policy(self) -> Policy:
@@ -151,12 +140,11 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
     first = next(each for each in behind if "__call__" in vars(each))
+    signature = inspect.signature(object.__new__(task).run)
     return Definition(
         name=name,
         policy=policy,
-        keep_ms=policy.keep_ms,
-        settled_keep_ms=policy.settled_keep_ms,
-        identifier=Identifier(name, _signature_of(task), validate=validation_of(task), **about),
+        identifier=Identifier(name, signature, validate=validation_of(task), **about),
         codec=codec,
         reporter=Reporter(name, lambda: app.tasks[name], partial(get_store, app)),
         keyed=about.get("key") is not None,
@@ -170,13 +158,27 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
 def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     """Refuse a body that returns before it has run, unless a base is there to run it.
 
+    A body behind a decorator or a lambda is found when it returns (:func:`.is_unfinished`).
+
     Raises:
         InvalidOption: saying what to do.
     """
     run = inspect.getattr_static(task, "run")
-    kind = _kind_of(getattr(run, "__func__", run))
+    body = getattr(run, "__func__", run)
+    while isinstance(body, partial):
+        body = body.func
+    bodies = (
+        body,
+        type(body).__call__,
+    )  # the second is that of an object that is called as a function
     others = (each for each in task.__mro__ if each not in (base, Task))
-    if not kind or any("__call__" in vars(each) for each in others):
+    if any("__call__" in vars(each) for each in others):
+        return
+    if any(map(inspect.iscoroutinefunction, bodies)):
+        kind = "coroutine"
+    elif any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in bodies):
+        kind = "generator"
+    else:
         return
     refused = InvalidOption(
         f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
@@ -186,27 +188,3 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     if not observed:
         raise refused
     logger.warning("idempotency: observed: a task would have been refused: %s", refused)
-
-
-def _signature_of(task: type) -> inspect.Signature:
-    """Return the signature of ``run`` without ``self``."""
-    run = inspect.getattr_static(task, "run")
-    if isinstance(run, staticmethod):
-        return inspect.signature(run.__func__)
-    return inspect.signature(MethodType(run, object()))
-
-
-def _kind_of(function: object) -> str:
-    """Return what a call of ``function`` gives instead of running it, ``""`` if it runs it.
-
-    What is hidden behind a decorator or a lambda is found when it returns (:func:`.is_unfinished`).
-    """
-    while isinstance(function, partial):
-        function = function.func
-    # An object that is called as a function.
-    for each in (function, getattr(type(function), "__call__", None)):  # noqa: B004
-        if inspect.iscoroutinefunction(each):
-            return "coroutine"
-        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
-            return "generator"
-    return ""

@@ -91,7 +91,7 @@ class Delivery(Run):
         self.task, self.definition, self.request = task, definition, request
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
-        self.keep_ms, self.settled_keep_ms = definition.keep_ms, definition.settled_keep_ms
+        self.keep_ms, self.settled_keep_ms = self.policy.keep_ms, self.policy.settled_keep_ms
         self.worker = _worker[0] if _worker else _first_delivery()
         self.task_id = str(request.id or _id_of_direct_call(task, request))
         identified, info = _read(self, args, kwargs)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.registry import find_task, idempotent_tasks
+from celery_idempotent.celery.registry import definition_of, definitions
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.rules import canonical, task_id_key
 from celery_idempotent.records import Identity, Page, Record, Selection, State
@@ -168,13 +168,13 @@ def scope_in_words(scope: str) -> str:
 
 def namespace_of(app: Celery, name: str) -> str | None:
     """Return the namespace of a task by its name, or of its records; ``None`` if no task of this app has it."""
-    for task, definition in idempotent_tasks(app):
-        if task.name == name:
+    for definition in definitions(app):
+        if definition.name == name:
             return definition.identifier.namespace
-    return name if name in app.tasks or find_task(app, name) is not None else None
+    return name if name in app.tasks or definition_of(app, name) is not None else None
 
 
 def task_name(app: Celery, identity: Identity) -> str:
     """Return the name of the task that a record belongs to; its namespace, if no task of this app has that."""
-    task = find_task(app, identity.namespace)
-    return identity.namespace if task is None else str(task.name)
+    definition = definition_of(app, identity.namespace)
+    return identity.namespace if definition is None else definition.name

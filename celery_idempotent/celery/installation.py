@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from celery import signals as celery_signals
 
 from celery_idempotent.celery import callbacks, sweep
-from celery_idempotent.celery.registry import has_tasks
+from celery_idempotent.celery.registry import definitions
 from celery_idempotent.events import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.settings import real_app
@@ -46,7 +46,7 @@ def make_store(sender: WorkController, **_: object) -> None:
 
 def check_setup(sender: Consumer, **_: object) -> None:
     """Let the checks look at how the worker is set up."""
-    if has_tasks(sender.app):
+    if definitions(sender.app):
         from celery_idempotent.celery.checks import check_in_thread
 
         check_in_thread(sender.app)
@@ -64,7 +64,7 @@ def watch_children(sender: Consumer, **_: object) -> None:
     hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
     if (
         hub is not None
-        and has_tasks(sender.app)
+        and definitions(sender.app)
         and hasattr(getattr(pool, "_pool", None), "maintain_pool")
     ):
         _watch(sender)
@@ -86,7 +86,7 @@ def write_counters(**_: object) -> None:
 
 def end_heartbeat(sender: WorkController, **_: object) -> None:
     """End the heartbeat's thread with the worker: in a test the process lives on."""
-    if has_tasks(sender.app):
+    if definitions(sender.app):
         heartbeat.finish()
 
 

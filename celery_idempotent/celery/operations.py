@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, Protocol,
 
 from celery_idempotent import signals
 from celery_idempotent.celery import sweep
-from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
 from celery_idempotent.events import Details, Line, printable, worker_name
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Identity, Record, SettleRequest, State, Stored
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -329,21 +327,11 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
             done = done or _find_done(store, record, None, note) is not None
         case "complete":
             state = State.COMPLETED
-            definition = definition_of(app, identity.namespace, load=True)
-            policy = Policy() if definition is None else definition.policy
-            end = SettleRequest(
-                record=record,
-                state=State.COMPLETED,
-                value=request.value,
-                keep_ms=policy.settled_keep_ms,
-                restore=False,
-                note=note,
-            )
-            done = sweep.end_record(store, end)
+            done = sweep.end_record(app, store, record, request.value, note=note)
         case "fail":
             state = State.FAILED
             error = FailedByOperator(f"{identity} was settled as failed by an operator.")
-            done = sweep.fail_record(app, store, record, error, note=note)
+            done = sweep.end_record(app, store, record, error, note=note)
         case "requeue":
             # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
             queued = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)

@@ -35,7 +35,7 @@ from celery.utils import uuid
 from celery_idempotent import signals
 from celery_idempotent.celery import callbacks
 from celery_idempotent.celery.definition import DefinedTask, Definition
-from celery_idempotent.celery.registry import has_active_tasks, is_other_task
+from celery_idempotent.celery.registry import may_guard
 from celery_idempotent.celery.trees import AnySignature, with_last_task
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
@@ -437,7 +437,7 @@ def with_run(app: Celery, step: object, run: str) -> object:
 
     def marked(task: AnySignature) -> AnySignature:
         known = task.app if isinstance(task, Signature) else app
-        if is_other_task(known, str(task.get("task"))) or not has_active_tasks(known):
+        if not may_guard(known, str(task.get("task"))):
             return task
         options = task.get("options") or {}
         headers, task_id = as_mapping(options.get("headers")), options.get("task_id")

@@ -15,20 +15,19 @@ call of the key settles it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, find_task
+from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
-from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Record, SettleRequest, State, Stored
+from celery_idempotent.protocol.options import Policy, duration, optional
+from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
-from celery_idempotent.settings import milliseconds, names_of
+from celery_idempotent.settings import names_of
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -51,11 +50,9 @@ REQUEUE_MS = 60_000
 #: Why a sweep acts.
 _STALE = "the lease ran out"
 
-_NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
-
-
 _swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
-_installing = threading.Lock()
+
+_NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
 
 def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:
@@ -67,41 +64,32 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     Raises:
         StoreUnavailable: if the store did not answer; the next sweep does the work.
     """
-    store = get_store(app)
-    started = time.monotonic()
+    store, started = get_store(app), time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
     for record in found.interrupted:
         report_record(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
-    requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
-    # Last, since each asks the store once more.
-    timed_out = [record for record in found.interrupted if record.on_stale == "fail"]
-    failed = sum(_time_out(app, store, record) for record in timed_out)
-    pruned = store.prune(limit=limit)
-    counts: dict[str, object] = {
+    counts = {
         "interrupted": len(found.interrupted),
-        "failed": failed,
-        "requeued": requeued,
-        "pruned": pruned,
-        "more": found.more,
-        "seconds": round(time.monotonic() - started, 4),
+        "requeued": sum(send_again(app, store, each, reason=_STALE) for each in found.requeued),
+        # Last, since each asks the store once more.
+        "failed": sum(_time_out(app, store, each) for each in found.interrupted),
+        "pruned": store.prune(limit=limit),
     }
-    busy = found.interrupted or found.requeued or failed or pruned
+    done = ", ".join(f"{name} {count}" for name, count in counts.items())
+    seconds = round(time.monotonic() - started, 4)
+    level = logging.INFO if any(counts.values()) else logging.DEBUG
     Reporter(SWEEP, lambda: sender, lambda: store).report(
         signals.swept,
         None,
         store=store,
-        count=len(found.interrupted),
-        line=Line(
-            logging.INFO if busy else logging.DEBUG,
-            f"sweep interrupted %(count)d, failed {failed}, requeued {requeued}, pruned {pruned} in "
-            f"{counts['seconds']:.3f} s",
-        ),
+        count=counts["interrupted"],
+        line=Line(level, f"sweep {done} in {seconds:.3f} s"),
         has_writer=False,
     )
     counters.write()
-    counts |= store.upkeep(app, limit=limit)
+    kept = store.upkeep(app, limit=limit)
     store.note_sweep()
-    return counts
+    return {**counts, "more": found.more, "seconds": seconds, **kept}
 
 
 def report_record(
@@ -112,32 +100,25 @@ def report_record(
     **details: Unpack[Details],
 ) -> None:
     """Report what became of a record without a run; the caller writes the counters."""
-    namespace = record.identity.namespace
-    # None: a view's record, or a task of another app that shares the store. It is reported by its namespace.
-    task = find_task(app, namespace)
-    name = namespace if task is None else task.name
-    reporter = Reporter(name, lambda: task, lambda: store)
+    definition = definition_of(app, record.identity.namespace)
+    if definition is not None:
+        reporter = definition.reporter
+    else:  # a view's record, or of another app that shares the store: it is reported by its namespace
+        reporter = Reporter(record.identity.namespace, lambda: None, lambda: store)
     about = record.identity, record.task_id, record
     reporter.report(outcome, *about, store=store, has_writer=False, **details)
 
 
 def _time_out(app: Celery, store: Store, record: Record) -> bool:
-    """Settle a record FAILED for good whose worker was lost (``idempotency_on_stale="fail"``)."""
+    """Settle a record FAILED for good whose worker was lost, if its task wants that (``idempotency_on_stale``)."""
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
-    if not fail_record(app, store, record, error):
+    if record.on_stale != "fail" or not end_record(app, store, record, error):
         return False
-    report_record(
-        app,
-        store,
-        signals.settled,
-        record,
-        state=State.FAILED,
-        error=error,
-        reason=_STALE,
-        line=FAILED_WITHOUT_RUN,
-    )
+    details: Details = {"state": State.FAILED, "error": error, "reason": _STALE}
+    details["line"] = FAILED_WITHOUT_RUN
+    report_record(app, store, signals.settled, record, **details)
     return True
 
 
@@ -145,20 +126,65 @@ def send_again(app: Celery, store: Store, record: Record, **details: Unpack[Deta
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
     definition = definition_of(app, record.identity.namespace)
     if definition is None or record.message is None:
-        logger.error(
-            "idempotency: %s cannot be requeued: no task of this app has that namespace",
-            record.identity,
-        )
+        line = "idempotency: %s cannot be requeued: no task of this app has that namespace"
+        logger.error(line, record.identity)
         return False
+    outcome = signals.requeued
+    details = {**details, "state": State.QUEUED}
     try:
         definition.codec.load_message(record.message).apply_async()
     except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does a message
-        details = {**details, "error": error, "line": _NOT_REQUEUED}
-        report_record(app, store, signals.store_failed, record, **details)
-        return False
-    details = {**details, "state": State.QUEUED}
-    report_record(app, store, signals.requeued, record, **details)
-    return True
+        outcome = signals.store_failed
+        details = {**details, "state": None, "error": error, "line": _NOT_REQUEUED}
+    report_record(app, store, outcome, record, **details)
+    return outcome is signals.requeued
+
+
+def end_record(
+    app: Celery,
+    store: Store,
+    record: Record,
+    end: Stored | IdempotencyError | None,
+    *,
+    note: str = "",
+) -> bool:
+    """Settle a record that no worker runs, as it was seen: FAILED with an error, COMPLETED with a value.
+
+    ``False`` if it has changed, or has ended otherwise. ``note``: an operator does it, who knows the task.
+    """
+    definition = definition_of(app, record.identity.namespace, load=bool(note))
+    policy = Policy() if definition is None else definition.policy
+    state: EndState = State.COMPLETED
+    if isinstance(end, IdempotencyError):
+        state = State.FAILED
+        end = _plain_error(end) if definition is None else definition.codec.dump_error(end)
+    request = SettleRequest(
+        record=record,
+        state=state,
+        value=end,
+        keep_ms=policy.settled_keep_ms,
+        # A key that was claimed and released a moment ago has no record, and is not to be settled for what it was.
+        restore=False,
+        swept=not note,
+        note=note,
+    )
+    # One write, to the record with this token and to no other.
+    settled, found = store.settle(request), store.get(record.identity)
+    if found is None or (found.state, found.value) != (state, end):
+        return False  # its owner may have settled it first, and then that end state stays
+    # An operator's settle gives a new token: asked again because the answer was lost, it finds its own note.
+    return found.note == note if note else settled and found.token == record.token
+
+
+def _plain_error(error: IdempotencyError) -> Stored | None:
+    """Serialize the error of a view's record, or of a task that is unknown here, as a result backend would."""
+    kind = type(error)
+    parts = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(error)}
+    stored = Serializer().dump(parts, max_bytes=None)
+    return None if isinstance(stored, NotStored) else stored
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
 
 
 def install_sweep(app: Celery) -> None:
@@ -168,10 +194,9 @@ def install_sweep(app: Celery) -> None:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
     """
     interval = sweep_interval(app)
-    with _installing:
-        if app in _swept_apps:
-            return
-        _swept_apps.add(app)
+    if app in _swept_apps:
+        return
+    _swept_apps.add(app)
     if vars(app)["finalized"]:
         _register(app, interval)
     else:
@@ -185,18 +210,13 @@ def sweep_interval(app: Celery) -> float | None:
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
     """
-    value = app.conf.get("idempotency_sweep_interval", 30)
-    if value is None:
-        return None
     try:
-        interval = milliseconds(value)
+        read = optional(duration(at_least_ms=100))
+        interval = read(app.conf.get("idempotency_sweep_interval", 30))
     except ValueError as error:
-        raise InvalidOption(
-            f"idempotency_sweep_interval {error}, or None to switch it off."
-        ) from None
-    if interval < 100:
-        raise InvalidOption("idempotency_sweep_interval must be at least 0.1 seconds, or None.")
-    return interval / 1000
+        told = f"idempotency_sweep_interval {error}, or None to switch it off."
+        raise InvalidOption(told) from None
+    return None if interval is None else interval / 1000
 
 
 def _register(app: Celery, interval: float | None) -> None:
@@ -212,66 +232,6 @@ def _register(app: Celery, interval: float | None) -> None:
     seconds = max(interval, 1.0)
     options = {"expires": seconds, "expiration": seconds}
     entry = {"task": SWEEP, "schedule": interval, "options": options}
-    schedule = {**app.conf.beat_schedule, SWEEP: entry}
-    app.conf.beat_schedule = schedule
-    if SWEEP not in app.conf.beat_schedule:
-        # Before 5.7, Celery looks for the name with its namespace in all settings first.
-        app.conf[names_of(app.conf, "beat_schedule")[0]] = schedule
-
-
-# -- records that no worker runs -----------------------------------------------------------------------------------
-
-
-def fail_record(
-    app: Celery,
-    store: Store,
-    record: Record,
-    error: IdempotencyError,
-    *,
-    note: str = "",
-) -> bool:
-    """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
-    definition = definition_of(app, record.identity.namespace)
-    keep_ms = Policy().settled_keep_ms if definition is None else definition.policy.settled_keep_ms
-    value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
-    return end_record(
-        store,
-        SettleRequest(
-            record=record,
-            state=State.FAILED,
-            value=value,
-            keep_ms=keep_ms,
-            restore=False,
-            swept=not note,
-            note=note,
-        ),
-    )
-
-
-def end_record(store: Store, end: SettleRequest) -> bool:
-    """Settle a record that no worker runs, as it was seen; ``False`` if it has changed, or has ended otherwise.
-
-    The end is not to be restored: a key that was claimed and released a moment ago has no record, and is not to be
-    settled for what it was before.
-    """
-    # One write, to the record with this token and to no other.
-    settled, found = store.settle(end), store.get(end.record.identity)
-    if found is None or (found.state, found.value) != (end.state, end.value):
-        return False  # its owner may have settled it first, and then that end state stays
-    # An operator's settle gives a new token: asked again because the answer was lost, it finds its own note.
-    return found.note == end.note if end.note else settled and found.token == end.record.token
-
-
-def _plain_error(app: Celery, error: IdempotencyError) -> Stored | None:
-    """Serialize the error of a record whose task is unknown, or that is a view's, as a result backend would."""
-    accept = tuple(app.conf.result_accept_content or app.conf.accept_content)
-    plain = {
-        "exc_type": type(error).__name__,
-        "exc_module": type(error).__module__,
-        "exc_message": str(error),
-    }
-    try:
-        stored = Serializer("json", accept).dump(plain, max_bytes=None)
-    except InvalidOption:  # not readable by anyone
-        return None
-    return None if isinstance(stored, NotStored) else stored
+    # By the name that Celery looks for first, which may have the prefix of all settings.
+    name = names_of(app.conf, "beat_schedule")[0]
+    app.conf[name] = {**app.conf.beat_schedule, SWEEP: entry}

@@ -81,8 +81,8 @@ class IdempotentTask(DefinedTask):
             installation.install_tasks(app)
             _put_claim_first(cls)
             definition = define(cls, IdempotentTask, app)
-            cls._definition = definition
             cls._active = None if off else definition
+            cls._definition = definition
         return bound
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -173,10 +173,7 @@ class IdempotentTask(DefinedTask):
 
     def replace(self, sig: Sig) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
-        definition = self._defined()
-        if definition is None:
-            return super().replace(sig)
-        return replacing.replace(self, definition, sig, super().replace)
+        return replacing.replace(self, sig, super().replace)
 
     def on_replace(self, sig: Sig) -> Any:
         """Publish the replacement, unless a transaction is open that may still be rolled back."""

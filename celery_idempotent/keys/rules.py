@@ -181,11 +181,6 @@ class Identifier:
         )
         self._default_forms = {n: default_form(d) for n, d in parameters.defaults.items()}
 
-    @property
-    def lacks_scope(self) -> bool:
-        """Does a rule make the key, and none its scope?"""
-        return self._key is not None and self._scope is None
-
     def identity(self, key: object, scope: object = None) -> Identity:
         """Return the identity of a raw key and scope, to ask about a key without a call.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
@@ -179,7 +180,7 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
     return types
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """How one task is handled: its options ``idempotency_<name>``.
 
@@ -207,12 +208,12 @@ class Policy:
     on_stale: OnStale = option("interrupt", one_of(OnStale))
     publish_once: bool = option(False, flag)
 
-    @property
+    @cached_property
     def keep_ms(self) -> int:
         """How much longer than its lease the record of an unfinished run is kept."""
         return max(self.retention_ms, self.lease_ms)
 
-    @property
+    @cached_property
     def settled_keep_ms(self) -> int:
         """How long a settled record is kept; a retention of 0 leaves a mark for one lease (see :meth:`forgets`)."""
         return self.retention_ms or self.lease_ms

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from celery import current_app
 
-from celery_idempotent.celery.registry import idempotent_tasks
+from celery_idempotent.celery.registry import definitions
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import get_store, swap_store
 from celery_idempotent.stores.base import Store
@@ -76,7 +76,7 @@ def idempotency_off(app: AnyCelery) -> Iterator[None]:
     Those that set ``idempotency_mode`` themselves stay as they are.
     """
     with ExitStack() as stack:
-        for task, _ in idempotent_tasks(app):
+        for task in [app.tasks[each.name] for each in definitions(app)]:
             if not hasattr(task, "idempotency_mode"):
                 stack.enter_context(redefined(task, idempotency_mode="off"))
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 from urllib.parse import quote
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -12,7 +13,7 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
-from celery_idempotent.celery.registry import find_task
+from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.callers import caller_scope
 from celery_idempotent.django.http.messages import refusal
@@ -93,5 +94,6 @@ def _look_up(
     if record is None or record.uncommitted:
         # The same answer for a key that never existed, was forgotten, may be rolled back, or is another caller's.
         raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
-    task = find_task(app, namespace, load=True)
+    definition = definition_of(app, namespace, load=True)
+    task: Any = None if definition is None else app.tasks[definition.name]
     return describe(record, key=key, task=task, encoder=DjangoJSONEncoder)
