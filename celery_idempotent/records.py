@@ -1,7 +1,6 @@
 """What a store has about a key, what it is asked for and how it answers: values that nobody changes, no I/O, no clock.
 
-Most are not declared ``frozen=True``: Python would assign each field by a call of ``object.__setattr__``, which takes
-three times as long, and a task makes several of them.
+Most are not ``frozen``: to make one would take three times as long, and a task makes several.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Literal, get_args
 
-#: A fingerprint is the first 16 bytes of a SHA-256: enough that two calls never share one by accident,
-#: and half the memory of the whole digest in every record.
+#: A fingerprint is the first 16 bytes of a SHA-256.
 FINGERPRINT_BYTES = 16
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
 ATTEMPT_BYTES = 8
@@ -20,19 +18,19 @@ ATTEMPT_BYTES = 8
 #: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
 OnStale = Literal["interrupt", "fail", "requeue"]
 
-EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+#: The last moment that a ``datetime`` can be; a damaged record may have a later one.
 _LAST_MS = 253_402_300_799_999
 
 
 def _when(ms: int) -> datetime:
-    """Return a time of the store's clock; no damaged one is beyond the last that there is."""
-    return EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
+    return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
 
 
 class State(enum.Enum):
     """Where a key is in its life; a key without a record is unclaimed."""
 
-    # By identity, as members are compared: Enum's own is written in Python, and asked several times a run.
+    # Enum's own is written in Python, and asked several times a run.
     __hash__ = object.__hash__
 
     QUEUED = "QUEUED"
@@ -84,10 +82,7 @@ WITHOUT_VALUE = {
 
 @dataclass(slots=True, kw_only=True)
 class Stored:
-    """A serialized value or exception, as kombu's registry wrote it.
-
-    The ``body`` is not in the ``repr``, which ends up in logs and error reports.
-    """
+    """A serialized value or exception, as kombu's registry wrote it; the ``repr`` goes to logs, without the body."""
 
     content_type: str
     content_encoding: str
@@ -99,15 +94,13 @@ class Record:
     """What the store has about one key.
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
-    record, and when the message of a QUEUED one counts as lost. ``worker`` is ``hostname:pid/id`` while a worker holds
-    the key, and empty once it is settled; the id tells machines that share a name apart. ``value`` is the result of a
-    COMPLETED and the exception of a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task
-    ended with ``self.replace``: another task carries the task id on; ``delivered`` that the callbacks of the settled
-    task were sent; ``reserved`` that the key was reserved before its message was published, ``uncommitted`` that this
-    reservation is part of a transaction which may still be rolled back; ``swept`` that a sweep ended the claim or
-    settled the record: its owner, if it still runs, may go on with its token. ``steps`` are the results of the steps
-    that an unfinished run recorded, in their order; ``message`` what to publish when it is requeued; ``note`` who
-    changed the record last as an operator, what they did, and why.
+    record, and when the message of a QUEUED one counts as lost. ``worker`` is ``hostname:pid/id`` until the record is
+    settled. ``value`` is the result of a COMPLETED and the exception of a FAILED record, ``None`` when it was not kept.
+    ``replaced``: the task ended with ``self.replace``, and another one carries the task id on; ``delivered``: the
+    callbacks of the settled task were sent; ``reserved``: the key was reserved before its message was published, in a
+    transaction that may still be rolled back if ``uncommitted``; ``swept``: a sweep ended the claim or settled the
+    record, and its owner may go on with its token. ``steps`` are the results of an unfinished run's steps, ``message``
+    is what to publish when it is requeued, ``note`` who changed the record last as an operator, what they did, and why.
     """
 
     identity: Identity
@@ -136,8 +129,7 @@ class Record:
     def owner(self) -> str:
         """Who claimed the key last, for people: ``task_id@hostname:pid/id``.
 
-        Of a settled record the task id alone: the rest would cost Redis 32 to 64 bytes for each, of about 300, and
-        there may be a billion. The event ``settled`` has it all (``event.record.owner``).
+        Of a settled record the task id alone; the event ``settled`` has it all (``event.record.owner``).
         """
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
 
@@ -174,11 +166,9 @@ class Record:
 class ClaimRequest:
     """What a worker asks a store for: the key, for whom, and for how long.
 
-    ``attempt`` (8 random bytes, new for every claim) lets a claim whose answer was lost be repeated: while that claim
-    holds, the same attempt gets the same token again.
-
-    The lease lasts ``lease_ms``; the record lives ``keep_ms`` longer, so that there is something to sweep and a crash
-    to count. ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
+    While a claim holds, the same ``attempt`` (8 random bytes) gets the same token again. The lease lasts ``lease_ms``;
+    the record lives ``keep_ms`` longer, so that there is something to sweep and a crash to count. ``on_stale`` tells a
+    sweep what to do should the lease run out, ``message`` what to publish then.
     """
 
     identity: Identity
@@ -196,9 +186,8 @@ class ClaimRequest:
 class ReserveRequest:
     """What a publisher asks a store for: the key, for a message that it is about to publish.
 
-    The message counts as lost ``deadline_ms`` from now; the record lives ``keep_ms`` longer. ``message``, to be
-    published under ``task_id``, is what a sweep sends then, should no worker have claimed the key.
-    With ``uncommitted`` a transaction may still be rolled back, and the message then never sent.
+    The message counts as lost ``deadline_ms`` from now; the record lives ``keep_ms`` longer. ``message`` is what a
+    sweep sends then under ``task_id``, should no worker have claimed the key.
     """
 
     identity: Identity
@@ -215,9 +204,8 @@ class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
     Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
-    ``record`` stays as it is. Only with a ``record`` that was FAILED, a FAILED one ends anew. ``swept``: a sweep says
-    so, and the owner may still replace it. ``note`` is the operator's who says so: the record keeps it, and gets a new
-    token, which refuses whoever still runs.
+    ``record`` stays as it is; a FAILED one ends anew if ``record`` was FAILED. ``swept``: a sweep says so, and the
+    owner may still replace it. With an operator's ``note`` the record gets a new token, which refuses whoever runs.
     """
 
     record: Record
@@ -232,9 +220,8 @@ class SettleRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ResultWrite:
-    """What a result backend in Redis writes for a finished task: to ``key``, and to the channel of the same name.
-
-    The key is kept for ``expires_s`` seconds; 0: for ever.
+    """What a result backend in Redis writes for a finished task: to ``key``, for ``expires_s`` (0: for ever), and to
+    the channel of the same name.
     """
 
     key: bytes
@@ -309,11 +296,7 @@ Answer = Claimed | Held | Settled | Mismatched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """What one sweep did, with the records as they are now.
-
-    ``requeued`` are QUEUED, and their messages are to be published now, before their deadlines. ``more`` says that
-    its limit left more to do.
-    """
+    """What one sweep did; the messages of the ``requeued`` are to be published now. Is there ``more`` to do?"""
 
     interrupted: tuple[Record, ...] = ()
     requeued: tuple[Record, ...] = ()
@@ -324,9 +307,8 @@ class SweepReport:
 class Selection:
     """Records of which everything given is true; an empty set allows any value.
 
-    ``keys`` and ``scopes`` are canonical forms, several where the text that somebody typed has several meanings. A
-    scope of ``""`` is no scope. ``stale``: PROCESSING with a lease that ran out. ``since_ms`` and ``before_ms``: when
-    the record changed its state, by the store's clock.
+    ``keys`` and ``scopes`` are canonical forms; a scope of ``""`` is no scope. ``stale``: PROCESSING with a lease that
+    ran out. ``since_ms`` and ``before_ms``: when the record changed its state.
     """
 
     states: frozenset[State] = frozenset()
@@ -351,7 +333,7 @@ class Selection:
 
     @property
     def newest_first(self) -> bool:
-        """Are only INTERRUPTED or only FAILED records wanted? Of these every store lists the newest first."""
+        """Are only INTERRUPTED or only FAILED records wanted?"""
         return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
 
     def names(self, identity: Identity) -> bool:
@@ -421,4 +403,4 @@ class Counted:
     @property
     def at(self) -> datetime:
         """When the hour began."""
-        return EPOCH + timedelta(hours=self.hour)
+        return _when(self.hour * 3_600_000)

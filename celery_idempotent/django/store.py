@@ -29,9 +29,6 @@ from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUna
 from celery_idempotent.records import (
     ATTEMPT_BYTES,
     FINGERPRINT_BYTES,
-    Answer,
-    Claimed,
-    ClaimRequest,
     Counted,
     Identity,
     Page,
@@ -43,8 +40,9 @@ from celery_idempotent.records import (
     Stats,
 )
 from celery_idempotent.stores import deciding
-from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.base import Store, Taken
 from celery_idempotent.stores.deciding import Asked
+from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -88,7 +86,8 @@ class DjangoStore(Store):
     def _at(self, identity: Identity, verb: Callable[[deciding.Look], T]) -> T:
         return self.connections.run(lambda session: verb(Look(session, identity)))
 
-    def _check(self, asked: Asked) -> None:
+    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
+        """Claim or reserve a key: one INSERT where a claim meets nobody, or a look at what is there."""
         fields = asked.fields
         if asked.attempt is None or len(asked.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
@@ -96,18 +95,14 @@ class DjangoStore(Store):
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
         # PostgreSQL knows no NUL, and a message may bring one.
         fields["task_id"] = fields["task_id"].replace("\0", "\ufffd")
+        if verb == "reserve":
+            return super()._take_key(verb, identity, asked)
 
-    def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it: one INSERT, or a look at what is there."""
-        asked, identity = deciding.asked_by(request), request.identity
-        self._check(asked)
-
-        def work(session: Session) -> Answer | Record:
+        def work(session: Session) -> Taken:
             found = claim_free_key(session, identity, asked)
-            return found if isinstance(found, Record) else self._take("claim", found, asked)
+            return found if isinstance(found, Record) else self._take(verb, found, asked)
 
-        answer = self.connections.run(work)
-        return Claimed(answer) if isinstance(answer, Record) else answer
+        return self.connections.run(work)
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state: one UPDATE, unless the claim was swept, lost, or is an operator's to settle."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from abc import ABC, abstractmethod
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent.records import (
+    ATTEMPT_BYTES,
     Answer,
     Claimed,
     ClaimRequest,
@@ -34,15 +36,7 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.deciding import (
-    Asked,
-    Done,
-    Look,
-    asked_by,
-    asked_to_reserve,
-    asked_to_settle,
-    decide,
-)
+from celery_idempotent.stores.deciding import Asked, Look, asked_to_settle, brought, decide
 from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
@@ -61,6 +55,8 @@ _DOUBLINGS = 10
 
 #: The record of a key that was claimed or reserved, or why it cannot be had.
 Taken: TypeAlias = Record | Held | Settled | Mismatched
+#: The answer of a verb, as the table has it, and the record if one was written.
+Done: TypeAlias = tuple[str, Record | None]
 
 
 def write_cursor(kind: str, *place: int) -> str:
@@ -84,10 +80,7 @@ def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server of a store, and how it is set up.
-
-    ``persistent`` is ``None`` where the server does not say whether it saves snapshots.
-    """
+    """One server of a store; ``persistent`` is ``None`` where it does not say whether it saves snapshots."""
 
     kind: str
     version: str
@@ -119,9 +112,9 @@ class Transaction(Protocol):
         ...
 
     def outside(self) -> AbstractContextManager[None]:
-        """Refuse writes to the transaction's database: what happens in here outlives a rollback.
+        """Refuse writes to the transaction's database: :exc:`~celery_idempotent.errors.IdempotencyError`.
 
-        :exc:`~celery_idempotent.errors.IdempotencyError` for a statement that writes.
+        What happens in here outlives a rollback.
         """
         ...
 
@@ -129,12 +122,11 @@ class Transaction(Protocol):
 class Store(ABC):
     """Holds the records. A store of your own looks, swaps, and finds what is due; :mod:`.table` decides.
 
-    Time is the store's own clock, never the caller's, in milliseconds. Every verb may be repeated when its answer was
-    lost, and then answers as it did the first time. Every write after the claim carries the record's token and does
-    nothing for any other. Expected outcomes are return values; every verb may raise
-    :exc:`~celery_idempotent.errors.StoreUnavailable` (trying again may help) or
-    :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). A store that can do a verb in one statement
-    overrides it. ``tests/contract`` holds a store to all of this.
+    Time is the store's own clock, in milliseconds. Every verb may be repeated when its answer was lost, and then
+    answers as it did the first time. Every write after the claim carries the record's token and does nothing for any
+    other. Expected outcomes are return values; every verb may raise :exc:`~celery_idempotent.errors.StoreUnavailable`
+    (trying again may help) or :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). A store that can do a
+    verb in one statement overrides it. ``tests/contract`` holds a store to all of this.
 
     What a store may do beyond the verbs has a default here, that of a store which cannot; a flag says what it can.
     """
@@ -156,41 +148,46 @@ class Store(ABC):
         """Return keys past their deadline that a sweep may act on, found through an index."""
         raise NotImplementedError
 
-    def _check(self, asked: Asked) -> None:  # noqa: B027  most stores store anything
-        """Refuse, or replace, what this store cannot store of a claim or a reservation."""
-
     # -- the verbs --
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if no live claim holds it.
 
         QUEUED and INTERRUPTED records are claimed as if there were none, but keep their crashes, steps and reservation.
-        A fingerprint that either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a
-        crash.
+        A fingerprint that either side lacks is equal to any. A claim that finds a lease over counts a crash.
         """
-        answer = self._take_key("claim", request.identity, asked_by(request))
+        asked = Asked(
+            fields=brought(request),
+            attempt=request.attempt,
+            delay_ms=request.lease_ms,
+            keep_ms=request.keep_ms,
+        )
+        answer = self._take_key("claim", request.identity, asked)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
-        """Take the key for a message that is about to be published.
+        """Take the key for a message that is about to be published, under the record's task id.
 
-        ``Reserved``: publish, under the record's task id. The key had no record, was INTERRUPTED, was reserved under or
-        by this very task id (whose answer was lost: the token stays), or its reservation is past its deadline: then the
-        record's task id is the one of the first reservation, and stays.
-        Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out), a COMPLETED or FAILED
-        one ``Settled``. A new reservation gets a new token, and no attempt is counted before its claim.
-
-        Who reserves again under the record's task id may bring another message; otherwise the record keeps the one that
-        it has, if any.
+        ``Reserved``: the key had no record, was INTERRUPTED, was reserved under or by this very task id (whose answer
+        was lost: the token stays), or its reservation is past its deadline: then the task id stays that of the first.
+        Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out). Who reserves again
+        under the record's task id may bring another message; otherwise the record keeps the one that it has.
         """
-        answer = self._take_key("reserve", request.identity, asked_to_reserve(request))
+        asked = Asked(
+            fields={**brought(request), "reserved": True},
+            # Tells who reserves also where the record has another's task id.
+            attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
+            delay_ms=request.deadline_ms,
+            keep_ms=request.keep_ms,
+        )
+        answer = self._take_key("reserve", request.identity, asked)
         return Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew; ``False`` for each that is no longer held with that token.
 
-        The token decides, not the state: a claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again. One that
-        a sweep made FAILED stays so, and ``True`` says that its run may settle it anew.
+        A claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again. One that a sweep made FAILED stays so, and
+        ``True`` says that its run may settle it anew.
         """
         return [self._renew(each) for each in leases]
 
@@ -199,11 +196,10 @@ class Store(ABC):
 
         Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
         was settled before: then the first end state stays, unless it is a FAILED that a sweep wrote. Without
-        ``restore`` the answer is also ``False`` for a record that is gone, or is no longer in the state of the one in
-        the request; one that was FAILED there ends anew, as an operator says, and is kept anew.
+        ``restore`` see :class:`~celery_idempotent.records.SettleRequest`.
         """
         identity = request.record.identity
-        return self._ask("settle", identity, asked_to_settle(request)).answer == "settled"
+        return self._ask("settle", identity, asked_to_settle(request))[0] == "settled"
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
@@ -211,55 +207,52 @@ class Store(ABC):
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
         With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
-        to QUEUED, with a deadline so many milliseconds from now, and lives that much longer: should the retry never
-        come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
-        without another crash. An operator gives a ``note``: a record that stays has it, and a new token.
+        to QUEUED, with a deadline so many milliseconds from now: should the retry never come, a sweep sends the
+        message. Any other record with steps becomes INTERRUPTED, without another crash. An operator gives a ``note``:
+        a record that stays has it, and a new token.
         """
         asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
-        return self._ask("release", identity, asked).answer != "lost"
+        return self._ask("release", identity, asked)[0] != "lost"
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner of the PROCESSING record with this token.
+        """Note that a crash took the owner of the PROCESSING record with this token: it becomes INTERRUPTED.
 
-        It becomes INTERRUPTED, claimable, with one crash more, for as long as it would have lived. Returns the record
-        as it is now, ``None`` if no PROCESSING record has this token (any more, when the answer was lost).
+        Returns the record as it is now, ``None`` if no PROCESSING record has this token.
         """
-        return self._ask("interrupt", identity, Asked(token=token)).record
+        return self._ask("interrupt", identity, Asked(token=token))[1]
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the result of the step ``name`` to the claim with this token, swept or not; ``False`` if there is none.
 
-        A step that is there already keeps its first result. Steps stay with the record until it is settled: one of a
-        record that a sweep made FAILED is not kept.
+        A step that is there already keeps its first result.
         """
         asked = Asked(token=token, step=(name, value))
-        return self._ask("checkpoint", identity, asked).answer != "lost"
+        return self._ask("checkpoint", identity, asked)[0] != "lost"
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
         asked = Asked(fields={"delivered": True}, token=token)
-        return self._ask("mark_delivered", identity, asked).answer == "marked"
+        return self._ask("mark_delivered", identity, asked)[0] == "marked"
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
-        """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, as an operator's sweep would.
+        """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, with a new token.
 
         Returns the record, whose message is to be published before its deadline, ``deadline_ms`` from now; ``None`` if
-        there is no such record. With ``token`` it is the record with that one, even within the lease. It gets a
-        new token, and the operator's ``note``.
+        there is no such record. With ``token`` it is the record with that one, even within the lease.
         """
         asked = Asked(fields={"note": note}, attempt=b"", token=token, delay_ms=deadline_ms)
-        return self._ask("requeue", identity, asked).record
+        return self._ask("requeue", identity, asked)[1]
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
         """Delete the record; with ``token`` only if it has that one, with ``state`` only if it is in that.
 
-        ``False`` if there was none (any more). Later claims still get a larger token.
+        ``False`` if there was none. Later claims still get a larger token.
         """
-        return self._ask("forget", identity, Asked(token=token, state=state)).answer == "forgotten"
+        return self._ask("forget", identity, Asked(token=token, state=state))[0] == "forgotten"
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
@@ -270,30 +263,32 @@ class Store(ABC):
         """Interrupt up to about ``limit`` PROCESSING records whose lease ran out, found through an index of leases.
 
         Whether a record is stale is decided again at the moment of the write, so any number of sweeps may run at once.
-        A stale record with ``on_stale="requeue"`` and a message counts the crash and becomes QUEUED in the same step,
-        for ``requeue_ms`` times two to the power of the times it was requeued before (at most ten); so does, without a
-        crash, a QUEUED one with a message whose deadline is past (its sender died). Each lives as much longer. A QUEUED
-        one without a message is left to the next reservation.
+        A stale record with ``on_stale="requeue"`` and a message becomes QUEUED instead, with its crash, for
+        ``requeue_ms`` times two to the power of the times it was requeued before (at most ten); so does, without a
+        crash, a QUEUED one with a message whose deadline is past (its sender died).
         """
         found = list(self._due(limit + 1))
         due = found[:limit]
         # Sweeps at once shall not all meet at the same record, one after another.
         random.shuffle(due)
-        swept = [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
-        return report(swept, more=len(found) > limit)
+        swept = [record for record in self._sweep_all(due, requeue_ms) if record is not None]
+        return SweepReport(
+            interrupted=tuple(r for r in swept if r.state is State.INTERRUPTED),
+            requeued=tuple(r for r in swept if r.state is State.QUEUED),
+            more=len(found) > limit,
+        )
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key; return its record then, or why it cannot be had."""
-        self._check(asked)
         return self._at(identity, lambda look: self._take(verb, look, asked))
 
     def _take(self, verb: Verb, look: Look, asked: Asked) -> Taken:
-        done, now_ms = self._do(verb, look, asked), look.now_us // 1000
-        if done.record is not None:
-            return done.record
+        (answer, taken), now_ms = self._do(verb, look, asked), look.now_us // 1000
+        if taken is not None:
+            return taken
         assert look.stored is not None
         old = look.stored.record
-        match done.answer:
+        match answer:
             case "held":
                 return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
             case "settled":
@@ -310,14 +305,17 @@ class Store(ABC):
         if rule.writes:
             after = rule.after(look.stored, asked, now_ms, max(look.highest + 1, look.now_us))
             look.write(after)
-            return Done(rule.answer, after.record)
+            return rule.answer, after.record
         if rule.deletes:
             look.remove(forget=verb == "forget")
-        return Done(rule.answer)
+        return rule.answer, None
 
     def _renew(self, each: Renewal) -> bool:
         asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
-        return self._ask("renew", each.identity, asked).answer == "renewed"
+        return self._ask("renew", each.identity, asked)[0] == "renewed"
+
+    def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterable[Record | None]:
+        return [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
 
     def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
         """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done.
@@ -327,7 +325,7 @@ class Store(ABC):
         requeues = 0 if look.stored is None else look.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
         asked = Asked(fields={"swept": True}, attempt=b"", delay_ms=delay_ms)
-        return self._do("sweep", look, asked).record
+        return self._do("sweep", look, asked)[1]
 
     # -- many records: what a store says, too --
 
@@ -341,12 +339,10 @@ class Store(ABC):
     ) -> Page:
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
-        All but COMPLETED records are found through indexes. COMPLETED ones are found only by looking at keys one after
-        the other: a page may be empty and yet have a cursor to go on with. Records that come, go or change between two
-        pages may be left out, or come twice.
-
-        Where only INTERRUPTED or only FAILED records are wanted, the newest come first, as far as they are kept for
-        equally long; any other list is in no particular order.
+        All but COMPLETED records are found through indexes; these are found only by looking at keys one after the
+        other: a page may be empty and yet have a cursor. Records that come, go or change between two pages may be left
+        out, or come twice. Where only INTERRUPTED or only FAILED records are wanted, the newest come first, as far as
+        they are kept for equally long; any other list is in no particular order.
 
         Raises:
             ValueError: for a cursor that is none of this store's.
@@ -368,8 +364,8 @@ class Store(ABC):
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
         """Write the end state as :meth:`settle` does and, if that is accepted, the result in the same atomic step.
 
-        A result that says SUCCESS already stays as it is, as Celery's backends leave it. Whatever keeps the result from
-        being stored is no trouble of the settle: ``SettledWith.NOTHING``, and its backend is to store it.
+        A result that says SUCCESS already stays. Whatever keeps the result from being stored is no trouble of the
+        settle: ``SettledWith.NOTHING``, and its backend is to store it.
         """
         return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
 
@@ -383,17 +379,11 @@ class Store(ABC):
         return self.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
 
     def forget_mark(self, identity: Identity, *, token: int) -> None:
-        """Forget what a run without retention left behind, to refuse late workers: it answers no other task.
-
-        A store that may have copies needs none of the care of :meth:`forget`: a copy that is left does no harm.
-        """
+        """Forget what a run without retention left behind; copies of it, which answer no other task, may stay."""
         self.forget(identity, token=token)
 
     def joined(self) -> bool:
-        """Would a verb, here and now, become part of a transaction that the caller may still undo?
-
-        Then nobody else sees what it writes. Only a store in a database has such transactions.
-        """
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
         return False
 
     def without_cache(self) -> Store:
@@ -416,12 +406,12 @@ class Store(ABC):
     def committed(self, record: Record) -> bool:
         """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
 
-        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
+        :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
         """
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def abandon(self, record: Record) -> None:  # noqa: B027  without transactions none is open
-        """End the transaction that this thread began for the claim, if it is still open; the next verb may come.
+        """End the transaction that this thread began for the claim, if it is still open.
 
         A time limit may strike between any two instructions, also after the body and before the context could end.
         """
@@ -434,7 +424,7 @@ class Store(ABC):
         return ()
 
     def note_sweep(self) -> None:  # noqa: B027  see supports_counting
-        """Note that a sweep ended just now: ``stats`` tells of the last one, and so whether sweeps run."""
+        """Note that a sweep ended just now, for ``stats``."""
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:  # noqa: ARG002  nothing to do by default
         """Look after what else the store holds for this app; the sweep reports the counts with its own."""
@@ -451,13 +441,3 @@ class Store(ABC):
     def missing_rights(self) -> Sequence[str]:
         """Return the commands of the server that this user needs and may not run."""
         return ()
-
-
-def report(swept: Iterable[Record | None], *, more: bool) -> SweepReport:
-    """Return what a sweep did with each record, ``None`` for nothing."""
-    records = [record for record in swept if record is not None]
-    return SweepReport(
-        interrupted=tuple(r for r in records if r.state is State.INTERRUPTED),
-        requeued=tuple(r for r in records if r.state is State.QUEUED),
-        more=more,
-    )

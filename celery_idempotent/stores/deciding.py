@@ -6,8 +6,7 @@ else writes between the look and the write, the store begins the verb again::
     worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
     worker B      look: none ─ decide: claimed ─ write: done
 
-The decision is in :mod:`.table`, which is compiled once, at import: a verb tries the conditions of the rules for the
-state that it found, in order, and builds the next record in one step::
+A verb tries the conditions of the rules for the state that it found, in order, and builds the next record in one step::
 
     look:    QUEUED, token 7, attempts 1        asked: a claim, lease 60 s
     decide:  ("claim", QUEUED) -> CompiledRule  the only one: "claimed"
@@ -16,15 +15,13 @@ state that it found, in order, and builds the next record in one step::
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from celery_idempotent.records import (
-    ATTEMPT_BYTES,
     ClaimRequest,
     Record,
     ReserveRequest,
@@ -39,10 +36,7 @@ Fields = dict[str, Any]
 
 
 class StoredRecord(NamedTuple):
-    """A record, and what only its store knows about it.
-
-    ``attempt`` is the id of the claim or the reservation that wrote it.
-    """
+    """A record, and what only its store knows: ``attempt`` is the id of the claim or reservation that wrote it."""
 
     record: Record
     expires_ms: int
@@ -55,11 +49,11 @@ class Asked:
     """What a verb is asked for.
 
     ``fields`` are those that it brings for the record. ``delay_ms`` is the length of the lease, or how far away the
-    deadline is; a release without one gives the key back. ``claim`` is
-    the record that is to be settled: where none is stored any more, its fields are the ones that are carried over.
+    deadline is; a release without one gives the key back. ``claim`` is the record that is to be settled: where none is
+    stored any more, its fields are carried over.
     """
 
-    fields: Fields = field(default_factory=dict)  # by the names of a record's
+    fields: Fields = field(default_factory=dict)
     attempt: bytes | None = None
     token: int | None = None
     state: State | None = None
@@ -68,6 +62,36 @@ class Asked:
     restore: bool = True
     step: tuple[str, Stored] | None = None
     claim: Record | None = None
+
+
+def asked_to_settle(request: SettleRequest) -> Asked:
+    """Return what a settle asks for."""
+    return Asked(
+        fields=brought(request),
+        attempt=b"",
+        token=request.record.token,
+        keep_ms=max(request.keep_ms, 1),
+        state=None if request.restore else request.record.state,
+        restore=request.restore,
+        claim=request.record,
+    )
+
+
+def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
+    # ``deadline_ms`` is a length of time in a request, and a point in time in a record.
+    of_record = {each.name for each in fields(Record)} - {"deadline_ms"}
+    names = [each.name for each in fields(request) if each.name in of_record]
+    return names, attrgetter(*names)
+
+
+#: Of each request the fields that a record takes as they are: those of the same name.
+_SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
+
+
+def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
+    """Return the fields that a request brings for the record."""
+    names, read = _SHARED[type(request)]
+    return dict(zip(names, read(request), strict=True))
 
 
 #: Does a condition hold for what is stored (``None``: nothing), what is asked for, and now?
@@ -95,7 +119,7 @@ def _same_attempt(stored: StoredRecord, asked: Asked, _: int) -> bool:
 
 _CONDITIONS: dict[str, Holds] = {
     "another fingerprint": _another_fingerprint,
-    "another token": lambda s, asked, _: asked.token is not None and asked.token != s.record.token,
+    "another token": lambda s, asked, _: asked.token not in (None, s.record.token),
     "another state": lambda s, asked, _: asked.state not in (None, s.record.state),
     "the same attempt": _same_attempt,
     "the same task id, with a message": lambda s, asked, now: (
@@ -117,12 +141,10 @@ _CONDITIONS: dict[str, Holds] = {
         asked.delay_ms is not None and (s.record.reserved or s.record.message is not None)
     ),
     "has steps": lambda s, *_: bool(s.record.steps),
-    "has steps, by an operator": lambda s, asked, _: bool(
-        s.record.steps and asked.fields.get("note")
-    ),
-    "by an operator": lambda _, asked, __: bool(asked.fields.get("note")),
+    "has steps, by an operator": lambda s, asked, _: bool(s.record.steps and asked.fields["note"]),
+    "by an operator": lambda _, asked, __: bool(asked.fields["note"]),
     "has this step": lambda s, asked, _: (
-        asked.step is not None and any(name == asked.step[0] for name, _ in s.record.steps)
+        asked.step is not None and asked.step[0] in dict(s.record.steps)
     ),
     "has no message": lambda s, *_: s.record.message is None,
     "is requeued when stale": lambda s, *_: (
@@ -140,17 +162,15 @@ class CompiledRule:
         self.writes = rule.then is not None and not self.deletes
         self.holds: Holds | None = _CONDITIONS[rule.when] if rule.when else None
         self._rule = rule
-        self._read: Callable[[Record], Sequence[object]] | None = (
-            attrgetter(*rule.carried) if rule.carried else None
-        )
+        self._read: attrgetter[Any] | None = attrgetter(*rule.carried) if rule.carried else None
         # What a rule does not carry over is made anew, if its next state has such a field.
         live = rule.then in (State.PROCESSING, State.QUEUED)
         self._adds_deadline = live and "deadline_ms" not in rule.carried
         self._adds_token = "token" not in rule.carried
         self._requeues = int(rule.verb in ("requeue", "sweep") and rule.then is State.QUEUED)
-        self._changes: Mapping[str, object] = (
-            {"state": rule.then, "attempts": rule.attempts} if isinstance(rule.then, State) else {}
-        )
+        self._changes: Fields = {"state": rule.then, "attempts": rule.attempts}
+        if rule.then == "as asked":
+            self._changes = {}
 
     def after(
         self, stored: StoredRecord | None, asked: Asked, now_ms: int, token: int
@@ -158,9 +178,9 @@ class CompiledRule:
         """Return what is stored next; ``token`` is what a new claim or reservation gets."""
         rule, old = self._rule, asked.claim if stored is None else stored.record
         fields: Fields = {**asked.fields, **self._changes, "updated_ms": now_ms}
+        delay_ms = asked.delay_ms or 0
         if self._adds_deadline:
-            assert asked.delay_ms is not None
-            fields["deadline_ms"] = now_ms + asked.delay_ms
+            fields["deadline_ms"] = now_ms + delay_ms
         if self._read is None:  # the first record of this key
             fields["created_ms"] = now_ms
         else:
@@ -177,25 +197,20 @@ class CompiledRule:
             if fields["fingerprint"] is None:
                 fields["fingerprint"] = asked.fields.get("fingerprint")
         record = Record(**fields)
-        if rule.life == "anew":
-            expires_ms = now_ms + (asked.delay_ms or 0) + asked.keep_ms
-        else:
-            assert stored is not None
-            expires_ms = stored.expires_ms
-            if rule.life == "longer":
-                assert asked.delay_ms is not None
-                expires_ms += asked.delay_ms
+        expires_ms = now_ms + delay_ms + asked.keep_ms
         if stored is None:
             return StoredRecord(record, expires_ms, asked.attempt or b"")
+        if rule.life != "anew":
+            expires_ms = stored.expires_ms + (delay_ms if rule.life == "longer" else 0)
         attempt = stored.attempt if asked.attempt is None else asked.attempt
         return StoredRecord(record, expires_ms, attempt, stored.requeues + self._requeues)
 
 
-_COMPILED: dict[Verb, dict[State | None, tuple[CompiledRule, ...]]] = {}
+_COMPILED: dict[Verb, dict[State | None, list[CompiledRule]]] = {}
 for _rule in TABLE:
     for _state in _rule.found:
         _of_verb = _COMPILED.setdefault(_rule.verb, {})
-        _of_verb[_state] = (*_of_verb.get(_state, ()), CompiledRule(_rule))
+        _of_verb.setdefault(_state, []).append(CompiledRule(_rule))
 
 
 def decide(verb: Verb, stored: StoredRecord | None, asked: Asked, now_ms: int) -> CompiledRule:
@@ -220,66 +235,3 @@ class Look(ABC):
     @abstractmethod
     def remove(self, *, forget: bool) -> None:
         """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
-
-
-class Done(NamedTuple):
-    """What a verb did: its answer, as the table has it, and the record if one was written."""
-
-    answer: str
-    record: Record | None = None
-
-
-def asked_by(request: ClaimRequest) -> Asked:
-    """Return what a claim asks for."""
-    return Asked(
-        fields=brought(request),
-        attempt=request.attempt,
-        delay_ms=request.lease_ms,
-        keep_ms=request.keep_ms,
-    )
-
-
-def asked_to_reserve(request: ReserveRequest) -> Asked:
-    """Return what a reservation asks for."""
-    return Asked(
-        fields={**brought(request), "reserved": True},
-        # Tells who reserves also where the record has another's task id.
-        attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
-        delay_ms=request.deadline_ms,
-        keep_ms=request.keep_ms,
-    )
-
-
-def asked_to_settle(request: SettleRequest) -> Asked:
-    """Return what a settle asks for."""
-    return Asked(
-        fields=brought(request),
-        attempt=b"",
-        token=request.record.token,
-        keep_ms=max(request.keep_ms, 1),
-        state=None if request.restore else request.record.state,
-        restore=request.restore,
-        claim=request.record,
-    )
-
-
-def _shared(request: type[ClaimRequest | ReserveRequest | SettleRequest]) -> tuple[str, ...]:
-    """Return the names of the fields that a record takes from a request as they are.
-
-    Names that both have: a new column of the record needs no line here. ``deadline_ms`` is the exception: in a request
-    it is a length of time, in a record a point in time.
-    """
-    of_record = {field.name for field in fields(Record)} - {"deadline_ms"}
-    return tuple(field.name for field in fields(request) if field.name in of_record)
-
-
-_SHARED = {
-    request: (_shared(request), attrgetter(*_shared(request)))
-    for request in (ClaimRequest, ReserveRequest, SettleRequest)
-}
-
-
-def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
-    """Return the fields that a request brings for the record."""
-    names, read = _SHARED[type(request)]
-    return dict(zip(names, read(request), strict=True))

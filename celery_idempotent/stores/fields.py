@@ -1,4 +1,4 @@
-"""The fields of a record in every store: one line of JSON of what is not as usual, and the bytes that it tells of.
+"""The fields of a record in every store: one line of JSON of what is not as usual.
 
 A new field of a record is in the line unless it has its default, and needs nothing here. An older version that writes
 the record anew leaves it out: a field that must not be lost needs a version of its store's format.
@@ -7,6 +7,7 @@ the record anew leaves it out: a field that must not be lost needs a version of 
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -29,7 +30,7 @@ _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
 #: A task id may be any text.
 _UTF_8 = ("utf-8", "surrogatepass")
 #: The kind of almost every value, which is left out.
-_USUAL_KIND = ["application/json", "utf-8"]
+_USUAL_KIND = ("application/json", "utf-8")
 _from_json = json.JSONDecoder().decode
 
 
@@ -52,28 +53,28 @@ class FieldCodec:
         self._values = tuple(self.defaults.values())
         self._usual = lru_cache(maxsize=64)(self._line)
 
-    def encode(self, fields: Mapping[str, Any], others: dict[str, Any]) -> tuple[bytes, bytes]:
-        """Return the line, with ``others`` of the store's own, and the bytes of message and steps."""
-        data = b""
-        message: bytes | None = fields.get("message")
-        if message is not None:
-            others["message"], data = len(message), message
-        if steps := fields.get("steps"):
-            others["steps"] = [
-                [name, each.content_type, each.content_encoding, len(each.body)]
-                for name, each in steps
-            ]
-            data += b"".join([each.body for _, each in steps])
+    def encode(self, fields: Mapping[str, Any], others: dict[str, Any]) -> bytes:
+        """Return the line, with ``others`` of the store's own: message and steps come last, for they may be long."""
         value: Stored | None = fields.get("value")
         if value is not None:
-            content_type, encoding = value.content_type, value.content_encoding
-            if content_type != "application/json" or encoding != "utf-8":
-                others["value"] = [content_type, encoding]
+            kind = value.content_type, value.content_encoding
+            if kind != _USUAL_KIND:
+                others["value"] = kind
+        message: bytes | None = fields.get("message")
+        steps: tuple[tuple[str, Stored], ...] | None = fields.get("steps")
+        if message is not None or steps:
+            others["long"] = [
+                None if message is None else b64encode(message).decode(),
+                [
+                    [name, each.content_type, each.content_encoding, b64encode(each.body).decode()]
+                    for name, each in steps or ()
+                ],
+            ]
         # The same for most runs of a process.
         line = self._usual(tuple(map(fields.get, self.defaults, self._values)))
         if others:
             line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
-        return line, data
+        return line
 
     def _line(self, values: tuple[Any, ...]) -> bytes:
         unusual = {
@@ -83,39 +84,34 @@ class FieldCodec:
         }
         return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
-    def decode(
-        self, line: bytes, data: bytes, at: int, has_value: object, summary: bool = False
-    ) -> dict[str, Any]:
-        """Return the fields in a line, and those whose bytes are in the data from ``at`` on, the value last.
-
-        Those of a newer version are left out.
+    def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
+        """Return the fields in a line, and the value. Those of a newer version are left out.
 
         Raises:
             ValueError, KeyError, TypeError: if it is damaged.
         """
-        found: dict[str, Any] = {}
-        kind = _USUAL_KIND
-        message: int | None = None
-        steps: list[list[Any]] = []
-        if line:
-            found = _from_json(line.decode(*_UTF_8))
-            kind = found.pop("value", _USUAL_KIND)
-            message, steps = found.pop("message", None), found.pop("steps", [])
-            found = {name: value for name, value in found.items() if name in _NAMES}
-        if summary:
-            return found
+        read: dict[str, Any] = _from_json(line.decode(*_UTF_8)) if line else {}
+        kind, (message, steps) = read.pop("value", _USUAL_KIND), read.pop("long", (None, ()))
+        found = {name: each for name, each in read.items() if name in _NAMES}
         if message is not None:
-            found["message"], at = data[at : at + message], at + message
+            found["message"] = b64decode(message)
         if steps:
-            read = []
-            for name, content_type, encoding, size in steps:
-                body, at = data[at : at + size], at + size
-                read.append(
-                    (name, Stored(content_type=content_type, content_encoding=encoding, body=body))
-                )
-            found["steps"] = tuple(read)
-        if has_value:
-            found["value"] = Stored(content_type=kind[0], content_encoding=kind[1], body=data[at:])
-        elif at != len(data):
-            raise ValueError(at)
+            found["steps"] = tuple((name, _stored(*each)) for name, *each in steps)
+        if value is not None:
+            found["value"] = Stored(content_type=kind[0], content_encoding=kind[1], body=value)
         return found
+
+
+def without_long(start: bytes) -> bytes:
+    """Return a line without message and steps, of which ``start`` may end anywhere.
+
+    No text in it contains the mark, for its quotes are escaped.
+    """
+    line, mark, _ = start.partition(b'"long":')
+    return line.rstrip(b",") + b"}" if mark else line
+
+
+def _stored(content_type: str, content_encoding: str, body: str) -> Stored:
+    return Stored(
+        content_type=content_type, content_encoding=content_encoding, body=b64decode(body)
+    )

@@ -10,23 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from celery_idempotent.records import (
-    Counted,
-    Identity,
-    Page,
-    Record,
-    Selection,
-    State,
-    Stats,
+from celery_idempotent.records import Counted, Identity, Page, Record, Selection, State, Stats
+from celery_idempotent.stores.base import (
+    COUNTED_HOURS,
+    HOUR_MS,
+    Store,
+    read_cursor,
+    write_cursor,
 )
-from celery_idempotent.stores.base import COUNTED_HOURS, Store
 from celery_idempotent.stores.deciding import Look, StoredRecord
 
 __all__ = ["MemoryStore"]
 
 T = TypeVar("T")
-
-HOUR_US = 3_600_000_000
 
 
 class MemoryLook(Look):
@@ -91,7 +87,7 @@ class MemoryStore(Store):
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention."""
         with self._locked():
-            now_ms = self._clock() // 1000
+            now_ms = self.now_ms()
             past = [name for name, stored in self.records.items() if stored.expires_ms <= now_ms]
             for identity in past[:limit]:
                 del self.records[identity]
@@ -116,21 +112,20 @@ class MemoryStore(Store):
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
         """Return about ``limit`` of the selected records; the cursor is how many came before."""
-        if cursor and not cursor.isdecimal():
-            raise ValueError("this cursor belongs to another list")
+        (start,) = read_cursor(cursor, "m", 1)
         now_ms, records = self._alive()
         if selection.newest_first:
             wanted = [record for record in records if record.state in selection.wanted]
             records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
         found: list[Record] = []
-        at = start = int(cursor or 0)
+        at = start
         while at < len(records) and at - start < look_at and len(found) < limit:
             if selection.includes(records[at], now_ms):
                 found.append(replace(records[at], value=None, message=None, steps=()))
             at += 1
         return Page(
             records=tuple(found),
-            cursor=str(at) if at < len(records) else "",
+            cursor=write_cursor("m", at) if at < len(records) else "",
             looked_at=at - start,
             now_ms=now_ms,
         )
@@ -138,16 +133,15 @@ class MemoryStore(Store):
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         """Add to the counters of this hour."""
         with self._locked():
-            hour = self._clock() // HOUR_US
-            for (task, outcome), count in outcomes.items():
-                self._counts[hour, task, outcome] += count
+            hour = self.now_ms() // HOUR_MS
+            self._counts.update({(hour, *key): count for key, count in outcomes.items()})
             for key in [key for key in self._counts if key[0] <= hour - COUNTED_HOURS]:
                 del self._counts[key]
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
         """Return the counters of the last hours."""
         with self._locked():
-            first = self._clock() // HOUR_US - min(hours, COUNTED_HOURS) + 1
+            first = self.now_ms() // HOUR_MS - min(hours, COUNTED_HOURS) + 1
             return [
                 Counted(hour=hour, task=task, outcome=outcome, count=count)
                 for (hour, task, outcome), count in sorted(self._counts.items())
@@ -156,22 +150,19 @@ class MemoryStore(Store):
 
     def note_sweep(self) -> None:
         """Note that a sweep ended just now."""
-        with self._locked():
-            self._swept_ms = self._clock() // 1000
+        self._swept_ms = self.now_ms()
 
     def _locked(self) -> threading.RLock:
         # Another thread may have held the parent's lock at the moment of the fork; in the child
         # no thread would free it.
         if self._pid != os.getpid():
-            self._lock = threading.RLock()
-            self._pid = os.getpid()
+            self._lock, self._pid = threading.RLock(), os.getpid()
         return self._lock
 
     def _alive(self) -> tuple[int, Sequence[Record]]:
         """Return the time, and the records that have not expired."""
         with self._locked():
-            now_ms = self._clock() // 1000
-            stored = self.records.values()
+            now_ms, stored = self.now_ms(), self.records.values()
             return now_ms, [each.record for each in stored if each.expires_ms > now_ms]
 
 

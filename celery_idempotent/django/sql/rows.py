@@ -1,12 +1,10 @@
 """A record as a row: columns that statements read, one JSON text that only Python reads, the value's bytes.
 
-What a later version adds to a record goes into the text: it needs no column, no migration, and no line here. The bytes
-of a message and of steps follow the line of JSON in base64.
+What a later version adds to a record goes into the text: it needs no column, no migration, and no line here.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -104,9 +102,8 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
         value,
     ) = row
     try:
-        state, (line, _, parts) = STATES[letter], (data or "").encode().partition(b"\n")
-        body = b"" if value is None else bytes(value)
-        rest = _CODEC.decode(line, base64.b64decode(parts) + body, 0, value is not None)
+        state, body = STATES[letter], None if value is None else bytes(value)
+        rest = _CODEC.decode((data or "").encode(), body)
         rest.update({name: bytes.fromhex(rest[name]) for name in _IDS if name in rest})
         attempt, requeues = rest.pop("attempt", b""), rest.pop("requeues", 0)
     except (ValueError, KeyError, TypeError) as error:
@@ -132,5 +129,4 @@ def _text(stored: StoredRecord) -> str:
     record = stored.record
     fields = {name: getattr(record, name) for name in _NAMES} | {"requeues": stored.requeues}
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
-    line, parts = _CODEC.encode(fields, {name: each.hex() for name, each in ids.items() if each})
-    return (line + b"\n" + base64.b64encode(parts) if parts else line).decode()
+    return _CODEC.encode(fields, {name: each.hex() for name, each in ids.items() if each}).decode()

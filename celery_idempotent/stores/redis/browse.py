@@ -36,13 +36,10 @@ class Search:
     def __init__(
         self, link: Link, keys: Keyspace, selection: Selection, *, limit: int, now_ms: int
     ) -> None:
-        self._link = link
-        self._keys = keys
-        self._selection = selection
+        self._link, self._keys, self._selection = link, keys, selection
+        self._limit, self._now_ms = limit, now_ms
         self._ends = tuple(f":{key}".encode() for key in selection.keys) or (b"",)
         self._other = tuple(STARTS[state] for state in State if state not in selection.wanted)
-        self._limit = limit
-        self._now_ms = now_ms
         self._found: list[Record] = []
         self._looked_at = 0
 
@@ -51,22 +48,28 @@ class Search:
 
         The score is a deadline, or when the record expires; those of one millisecond share it.
         """
-        score, same = read_cursor(cursor, self._kind, 2)
-        entries = itertools.islice(self._entries(score), same, None)
-        while self._looked_at < look_at:
+        wanted = self._selection.wanted
+        kinds = [index for state, index in _INDEXES.items() if state in wanted]
+        if not wanted <= _INDEXES.keys():
+            kinds.append(LEASES)
+        kind = b"".join(kinds).decode()  # its cursors lead on in the same indexes only
+        score, same = read_cursor(cursor, kind, 2)
+        entries = itertools.islice(self._entries(kinds, score), same, None)
+        while self._looked_at < look_at and len(self._found) < self._limit:
             # Usually the first ones fill the page. If a filter leaves few of them, the steps get larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
-            for each, record in zip(step, self._records([e[1] for e in step]), strict=True):
+            records = self._records([name for _, name in step])
+            for (at, _), record in zip(step, records, strict=True):
                 self._looked_at += 1
-                score, same = each[0], same + 1 if each[0] == score else 1
-                if record is not None:
-                    self._found.append(record)
+                score, same = at, same + 1 if at == score else 1
+                self._found += [record] if record is not None else []
                 if len(self._found) >= self._limit:
-                    return self._page(self._kind, score, same)
-            if len(step) < most:
-                return self._page()
-        return self._page(self._kind, score, same)
+                    break
+            else:
+                if len(step) < most:
+                    return self._page()
+        return self._page(kind, score, same)
 
     def scan(self, cursor: str, look_at: int) -> Page:
         """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how many keys a step looks for.
@@ -105,21 +108,9 @@ class Search:
             number += not at
         return self._page("s", number, at, count) if number < len(nodes) else self._page()
 
-    @property
-    def _kinds(self) -> list[bytes]:
-        """The indexes in which all wanted records are."""
-        wanted = self._selection.wanted
-        found = [_INDEXES[state] for state in _INDEXES if state in wanted]
-        return found if wanted <= _INDEXES.keys() else [LEASES, *found]
-
-    @property
-    def _kind(self) -> str:
-        """The kind of its cursors: they lead on in the same indexes only."""
-        return "".join(kind.decode()[1] for kind in self._kinds)
-
-    def _entries(self, highest: int) -> Iterator[tuple[int, bytes]]:
+    def _entries(self, kinds: Sequence[bytes], highest: int) -> Iterator[tuple[int, bytes]]:
         """Yield scores and names in all indexes from a score on, 0 for the highest."""
-        indexes = [index for kind in self._kinds for index in self._keys.index(kind)]
+        indexes = [index for kind in kinds for index in self._keys.index(kind)]
         is_filtered = self._selection != Selection(states=self._selection.states)
         first = _SOME if is_filtered else _ALL + self._limit // 64
 
@@ -135,9 +126,7 @@ class Search:
             at, size = 0, first
             while True:
                 found = pairs(told)
-                for name, score in found:
-                    if name != MARK:
-                        yield int(float(score)), name
+                yield from ((int(float(score)), name) for name, score in found if name != MARK)
                 if len(found) < size:
                     return
                 at, size = at + size, _MORE

@@ -14,7 +14,7 @@ The bucket number in braces is the Cluster hash tag, so that all that a script t
 first braces of a name, hence braces further right do not matter and the prefix may have none. A cache before a database
 (see django/hybrid.py) has names of the same kind.
 
-A record is a head of 83 bytes that scripts read, a line of JSON, then values as they are::
+A record is a head of 83 bytes that scripts read, a line of JSON, then the value::
 
     1      state: C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
     2      version of this format
@@ -24,8 +24,7 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then values as
     39     flags: 1 a release has to ask the table, 2 there is a value, 4 a fingerprint
     40     id of the write, random: two writes never have the same head
     44     id of the attempt ·  52 fingerprint ·  68 task id, if it is a UUID; zeros for none of these
-    84     JSON object of whatever else is not as usual, or nothing · newline
-           the message, the values of the steps, the value; the JSON has what kind and how long they are
+    84     JSON object of whatever else is not as usual, or nothing · newline · the value
 
 Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING one only its worker (see
 :mod:`celery_idempotent.stores.fields`).
@@ -43,15 +42,9 @@ from struct import Struct
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import (
-    ATTEMPT_BYTES,
-    FINGERPRINT_BYTES,
-    Identity,
-    Record,
-    Stored,
-)
+from celery_idempotent.records import ATTEMPT_BYTES, FINGERPRINT_BYTES, Identity, Record
 from celery_idempotent.stores.deciding import StoredRecord
-from celery_idempotent.stores.fields import LETTERS, FieldCodec
+from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
 
 #: How many buckets the records spread over: it decides where each record is found, so it is fixed for ever.
 BUCKETS = 256
@@ -153,27 +146,20 @@ def pack_tail(
     Raises:
         ValueError: for an attempt or a fingerprint of another length.
     """
-    flags, task = 0, _NO_ID
-    others: dict[str, Any] = {}
-    fingerprint: bytes | None = fields["fingerprint"]
-    if fingerprint is not None:
-        flags = _HAS_FINGERPRINT
+    fingerprint, task_id, value = fields["fingerprint"], fields["task_id"], fields.get("value")
     if len(attempt) != ATTEMPT_BYTES or len(fingerprint or _NO_ID) != FINGERPRINT_BYTES:
         raise ValueError(f"{ATTEMPT_BYTES} bytes are an attempt, {FINGERPRINT_BYTES} a fingerprint")
-    task_id: str = fields["task_id"]
-    if found := _bytes_of_uuid(task_id):
-        task = found
-    elif task_id:
-        others["task_id"] = task_id
-    line, data = _CODEC.encode(fields, others)
-    if fields.get("reserved") or (others and ("message" in others or "steps" in others)):
-        flags |= _ASKS
-    value: Stored | None = fields.get("value")
+    task = _bytes_of_uuid(task_id)
+    others = {"task_id": task_id} if task_id and not task else {}
+    line, flags = _CODEC.encode(fields, others), 0
+    if fields.get("reserved") or "long" in others:
+        flags = _ASKS
     if value is not None:
         flags |= _HAS_VALUE
-        data = data + value.body if data else value.body
-    tail = _TAIL.pack(flags, write, attempt, fingerprint or _NO_ID, task)
-    return b"%b%b\n%b" % (tail, line, data)
+    if fingerprint is not None:
+        flags |= _HAS_FINGERPRINT
+    tail = _TAIL.pack(flags, write, attempt, fingerprint or _NO_ID, task or _NO_ID)
+    return b"%b%b\n%b" % (tail, line, b"" if value is None else value.body)
 
 
 def pack(stored: StoredRecord, write: bytes) -> bytes:
@@ -208,15 +194,12 @@ def unpack(
          flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip
         if version != VERSION:
             raise ValueError(version)
-        end = packed.find(b"\n", HEAD.size)
-        line = packed[HEAD.size : end]
-        if end < 0 and summary:
-            # It has many steps, and they come last. No text in it contains the mark, for its quotes are escaped.
-            line, mark, _ = packed[HEAD.size :].partition(b',"steps":')
-            line = line + b"}" if mark else b""
-        elif end < 0:
-            raise ValueError(end)
-        others = _CODEC.decode(line, packed, end + 1, flags & _HAS_VALUE, summary)
+        line, newline, value = packed[HEAD.size :].partition(b"\n")
+        if summary:
+            line, flags = without_long(line), flags & ~_HAS_VALUE
+        elif not newline:
+            raise ValueError(line)
+        others = _CODEC.decode(line, value if flags & _HAS_VALUE else None)
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
             digits = task.hex()

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from struct import Struct
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
@@ -23,23 +23,9 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
     Stats,
-    SweepReport,
 )
-from celery_idempotent.stores.base import (
-    COUNTED_HOURS,
-    HOUR_MS,
-    ServerFacts,
-    Store,
-    Taken,
-    report,
-)
-from celery_idempotent.stores.deciding import (
-    Asked,
-    Look,
-    StoredRecord,
-    asked_to_settle,
-    brought,
-)
+from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, ServerFacts, Store, Taken
+from celery_idempotent.stores.deciding import Asked, Look, StoredRecord, brought
 from celery_idempotent.stores.redis.browse import Search
 from celery_idempotent.stores.redis.format import (
     BUCKETS,
@@ -75,8 +61,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Runs the script swap with these arguments, or plans to; returns its answer.
-Swap: TypeAlias = Callable[[Identity, tuple[bytes, ...]], Reply]
 
 #: The token and the time that a new record got.
 _STAMP = Struct(">QQ")
@@ -143,16 +127,14 @@ class RedisStore(Store):
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
         state, attempts = _NEW[verb]
-        lease_ms = asked.delay_ms
-        assert asked.attempt is not None
-        assert lease_ms is not None
-        tail = pack_tail(asked.fields, attempt=asked.attempt)
+        lease_ms = asked.delay_ms or 0
+        tail = pack_tail(asked.fields, attempt=asked.attempt or b"")
         args = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms), STARTS[state], b"%d" % attempts
         call = _CLAIM.call(self._keys.of_record(identity)[:2], *args, tail)
-        (answer,) = exchange(self._link, (call,))
-        if not isinstance(answer, bytes):
-            return self._with(answer, identity, lambda look: self._take(verb, look, asked))
-        token, now_ms = _STAMP.unpack(answer)
+        (found,) = exchange(self._link, (call,))
+        if not isinstance(found, bytes):
+            return self._at(identity, lambda look: self._take(verb, look, asked), found)
+        token, now_ms = _STAMP.unpack(found)
         return Record(
             state=state,
             token=token,
@@ -173,54 +155,42 @@ class RedisStore(Store):
         A server may refuse scripts with two unrelated keys: what looks like one server may be a cluster, or a proxy.
         Then it is not asked again.
         """
-        if self._takes_results:
-            try:
-                return self._settle(request, result)
-            except StoreMisconfigured as refused:
-                done = self._settle(request)
-                self._takes_results = False
-                logger.warning("idempotency: results are stored apart from records: %s", refused)
-                return done
-        return self._settle(request)
+        if not self._takes_results:
+            return self._settle(request)
+        try:
+            return self._settle(request, result)
+        except StoreMisconfigured as refused:
+            done = self._settle(request)
+            self._takes_results = False
+            logger.warning("idempotency: results are stored apart from records: %s", refused)
+            return done
 
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
-        record, identity = request.record, request.record.identity
-        answer: Reply = None
+        record = request.record
         if record.state is PROCESSING and request.restore and not request.note:
-            (answer,) = exchange(self._link, (self._end(request, result),))
-            if isinstance(answer, bytes):
-                return _SETTLED[answer]
-        asked = asked_to_settle(request)
-        done = self._with(answer, identity, lambda look: self._do("settle", look, asked))
-        if done.answer != "settled":
+            fields = brought(request)
+            fields.update(zip(_CARRIED, _carried_by(record), strict=True))
+            keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
+            life = b"%d" % max(request.keep_ms, 1)
+            args: tuple[bytes, ...] = STARTS[request.state], life, pack_tail(fields)
+            if result is not None:
+                keys = *keys, result.key
+                args = *args, result.payload, b"%d" % result.expires_s
+            call = _END.call(keys, pack_own(record.token), *args)
+            (done,) = exchange(self._link, (call,))
+            if isinstance(done, bytes):
+                return _SETTLED[done]
+        if not super().settle(request):
             return _LOST
         stored = result is not None and self.write_result(result)
         return SettledWith.RESULT if stored else SettledWith.NOTHING
-
-    def _end(self, request: SettleRequest, result: ResultWrite | None) -> Command:
-        """Return the script that settles the claim in the request, if it still runs."""
-        record, fields = request.record, brought(request)
-        fields.update(zip(_CARRIED, _carried_by(record), strict=True))
-        name, leases, failures, _ = self._keys.of_record(record.identity)
-        keys = [name, leases]
-        if request.state is _FAILED:
-            keys.append(failures)
-        written: tuple[bytes, ...] = ()
-        if result is not None:
-            keys.append(result.key)
-            written = result.payload, b"%d" % result.expires_s
-        args = STARTS[request.state], b"%d" % max(request.keep_ms, 1), pack_tail(fields), *written
-        return _END.call(keys, pack_own(record.token), *args)
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:
         """Are these connections to the same database, with the same login?"""
         # Who overrides settle() does something in it that a settle with the result would leave out.
         overridden = type(self).settle is not RedisStore.settle or "settle" in vars(self)
-        return (
-            not overridden
-            and isinstance(self._link, Server)
-            and is_one_database(self._link.pool, pool)
-        )
+        link = self._link
+        return not overridden and isinstance(link, Server) and is_one_database(link.pool, pool)
 
     def write_result(self, result: ResultWrite) -> bool:
         """Write the result of a task that a record answered, in one script."""
@@ -234,83 +204,60 @@ class RedisStore(Store):
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
         """Give the key back; in one trip where nothing stays of it."""
-        call = _END.call(self._keys.of_record(identity)[:2], pack_own(token))
-        (answer,) = exchange(self._link, (call,))
-        if isinstance(answer, bytes):
+        (found,) = self._exchange(_END.call(self._keys.of_record(identity)[:2], pack_own(token)))
+        if isinstance(found, bytes):
             return True
         asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
-        done = self._with(answer, identity, lambda look: self._do("release", look, asked))
-        return done.answer != "lost"
+        done, _ = self._at(identity, lambda look: self._do("release", look, asked), found)
+        return done != "lost"
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew, all in one trip; what a sweep has ended since takes another two."""
+        """Let each lease start anew, all in one trip; what a sweep has ended since takes more."""
         calls = []
         for each in leases:
             args = b"%d" % each.lease_ms, b"%d" % (each.lease_ms + each.keep_ms)
             keys = self._keys.of_record(each.identity)[:2]
             calls.append(_RENEW.call(keys, pack_own(each.token), *args))
-        return [
-            answer == b"renewed" or self._renew_swept(each, answer)
-            for each, answer in zip(leases, self._exchange(*calls), strict=True)
-        ]
+        answers = zip(leases, self._exchange(*calls), strict=True)
+        return [answer == b"renewed" or self._renew(each) for each, answer in answers]
 
-    def _renew_swept(self, each: Renewal, answer: Reply) -> bool:
-        asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
-        done = self._with(answer, each.identity, lambda look: self._do("renew", look, asked))
-        return done.answer == "renewed"
-
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
-        return self._with(None, identity, verb)
-
-    def _with(self, answer: Reply, identity: Identity, verb: Callable[[Look], T]) -> T:
-        """Do a verb with what a script found, ``None`` for nothing yet; anew if somebody else wrote since."""
-        highest = 0
+    def _at(self, identity: Identity, verb: Callable[[Look], T], found: Reply = None) -> T:
+        """Do a verb with what a script ``found``, else with a look; anew if somebody else wrote since."""
+        keys, highest = self._keys.of_record(identity), 0
         while True:
-            if answer is None:
-                (answer,) = self._exchange(_CLAIM.call(self._keys.of_record(identity)[:1]))
-            try:
-                return verb(RedisLook(identity, answer, self._swap, highest))
-            except ChangedError as changed:
-                answer, highest = None, changed.highest
-
-    def _swap(self, identity: Identity, args: tuple[bytes, ...]) -> Reply:
-        return self._exchange(_SWAP.call(self._keys.of_record(identity), *args))[0]
+            if found is None:
+                (found,) = self._exchange(_CLAIM.call(keys[:1]))
+            look = RedisLook(identity, keys, found, highest)
+            result = verb(look)
+            (written,) = self._exchange(look.swap) if look.swap else (1,)
+            if written == 1:
+                return result
+            found, highest = None, int(written)
 
     def _exchange(self, *commands: Command) -> list[Reply]:
         return exchange(self._link, commands)
 
     # -- upkeep --
 
-    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
-        found = [name for _, name, _ in self._due_in(LEASES, limit + 1)]
-        steps = in_steps(found[:limit], _PER_TRIP)
-        swept = [record for step in steps for record in self._sweep_some(step, requeue_ms)]
-        return report(swept, more=len(found) > limit)
+    def _due(self, limit: int) -> Sequence[Identity]:
+        return [self._keys.identity(name) for _, name, _ in self._due_in(LEASES, limit)]
 
-    def _sweep_some(self, names: Sequence[bytes], requeue_ms: int) -> Iterator[Record]:
-        """Decide about some records with two trips: one to look, one to write."""
-        plan: list[Command] = []
-
-        def swap_later(identity: Identity, args: tuple[bytes, ...]) -> int:
-            plan.append(_SWAP.call(self._keys.of_record(identity), *args))
-            return 1
-
-        planned: list[Record | None] = []
-        answers = self._exchange(*[_CLAIM.call((name,)) for name in names])
-        for name, answer in zip(names, answers, strict=True):
-            try:
-                look = RedisLook(self._keys.identity(name), answer, swap_later)
-            except StoreMisconfigured:
-                continue  # left to the newer version that wrote it
-            record = self._sweep(look, requeue_ms)
-            if record is None:
-                look.mend()
-            planned.append(record)
-        # Whoever wrote meanwhile knows better, or the next sweep finds it.
-        for record, written in zip(planned, self._exchange(*plan), strict=True):
-            if record is not None and written == 1:
-                yield record
+    def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterator[Record | None]:
+        """Decide about some records at a time, with two trips: one to look, one to write."""
+        for step in in_steps(due, _PER_TRIP):
+            named = [(identity, self._keys.of_record(identity)) for identity in step]
+            answers = self._exchange(*[_CLAIM.call(keys[:1]) for _, keys in named])
+            swept, swaps = [], []
+            for each, answer in zip(named, answers, strict=True):
+                try:
+                    look = RedisLook(*each, answer)
+                except StoreMisconfigured:
+                    continue  # left to the newer version that wrote it
+                swept.append(self._sweep(look, requeue_ms))
+                swaps.append(look.swap or look.mend())
+            # Whoever wrote meanwhile knows better, or the next sweep finds it.
+            for record, written in zip(swept, self._exchange(*swaps), strict=True):
+                yield record if written == 1 else None
 
     def prune(self, *, limit: int) -> int:
         """Drop index entries of expired records, to the end of a millisecond; Redis drops the records by itself."""
@@ -418,21 +365,17 @@ class RedisStore(Store):
         self._link.close()
 
 
-class ChangedError(Exception):
-    """Somebody else wrote since the look, or gave out the ``highest`` token."""
-
-    def __init__(self, highest: int) -> None:
-        super().__init__(highest)
-        self.highest = highest
-
-
 class RedisLook(Look):
-    """What one look found."""
+    """What one look found; its ``swap`` writes what a verb makes of it, unless somebody else wrote since."""
 
-    def __init__(self, identity: Identity, answer: Reply, swap: Swap, highest: int = 0) -> None:
+    swap: Command | None = None
+
+    def __init__(
+        self, identity: Identity, keys: Sequence[bytes], answer: Reply, highest: int = 0
+    ) -> None:
         found, left_ms, seconds, micros = answer
-        self.identity, self._swap = identity, swap
-        self.packed: bytes = found or b""
+        self._keys = keys
+        self._packed: bytes = found or b""
         self.now_us = int(seconds) * 1_000_000 + int(micros)
         self.stored, self.highest = None, highest
         if found:
@@ -448,44 +391,36 @@ class RedisLook(Look):
         # A settle that restores a lost record brings its token back; other new records, or new tokens, are new ones.
         restores = before is None and record.state.settled
         is_new = not restores and (before is None or before.record.token != record.token)
-        enters = _INDEX.get(record.state, b"")
+        token = b"%d" % record.token if is_new else b""
+        score = after.expires_ms if record.deadline_ms is None else record.deadline_ms
         # A lost record left its entry behind.
         leaves = _IN_LEASES if before is None else _INDEX.get(before.record.state, b"")
-        self._write(
-            pack(after, os.urandom(4)),
-            life=life,
-            token=b"%d" % record.token if is_new else b"",
-            enters=enters,
-            score=after.expires_ms if record.deadline_ms is None else record.deadline_ms,
-            leaves=leaves if leaves != enters else b"",
-        )
+        packed = pack(after, os.urandom(4))
+        self._swap(packed, life, token, _INDEX.get(record.state, b""), score, leaves)
 
     def remove(self, *, forget: bool) -> None:  # noqa: ARG002
         """Delete what the look found."""
         assert self.stored is not None
-        self._write(b"", leaves=_INDEX.get(self.stored.record.state, b""))
+        self._swap(b"", leaves=_INDEX.get(self.stored.record.state, b""))
 
-    def mend(self) -> None:
+    def mend(self) -> Command:
         """Take a record that no sweep has to look at out of the index of leases, or put it where it belongs."""
         record = self.stored and self.stored.record
         if record and record.deadline_ms and record.deadline_ms > self.now_us // 1000:
-            self._write(self.packed, enters=_IN_LEASES, score=record.deadline_ms)
-        else:
-            self._write(self.packed, leaves=_IN_LEASES)
+            return self._swap(self._packed, enters=_IN_LEASES, score=record.deadline_ms)
+        return self._swap(self._packed, leaves=_IN_LEASES)
 
-    def _write(
+    def _swap(
         self,
         packed: bytes,
-        *,
         life: bytes = b"",
         token: bytes = b"",
         enters: bytes = b"",
         score: int = 0,
         leaves: bytes = b"",
-    ) -> None:
-        """Write, unless somebody else did."""
-        seen = self.packed[: HEAD.size]
-        args = seen, packed, life, token, enters, b"%d" % score, leaves
-        done = self._swap(self.identity, args)
-        if done != 1:
-            raise ChangedError(int(done))
+    ) -> Command:
+        if leaves == enters:
+            leaves = b""
+        args = self._packed[: HEAD.size], packed, life, token, enters, b"%d" % score, leaves
+        self.swap = _SWAP.call(self._keys, *args)
+        return self.swap
