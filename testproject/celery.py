@@ -6,8 +6,6 @@ import os
 
 from celery import Celery
 
-__all__ = ["app"]
-
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "testproject.settings")
 
 app = Celery("testproject")

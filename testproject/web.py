@@ -12,8 +12,6 @@ from django.core.servers.basehttp import (
     get_internal_wsgi_application,
 )
 
-__all__ = ["main"]
-
 
 class _Server(ThreadedWSGIServer):
     request_queue_size = 128

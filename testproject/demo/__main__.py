@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import signal
 import sys
@@ -11,9 +10,7 @@ from pathlib import Path
 import click
 
 from testproject.embedded import ServerUnavailable
-from testproject.processes import ProcessError, Stopped, stoppable
-
-__all__ = ["main"]
+from testproject.serve import ProcessError, Stopped, stoppable
 
 _SAMPLE = Path(__file__).resolve().parent.parent / "sample_events.jsonl"
 
@@ -28,7 +25,7 @@ _SAMPLE = Path(__file__).resolve().parent.parent / "sample_events.jsonl"
     envvar="EVENTS",
     default=_SAMPLE,
     metavar="PATH",
-    help="A .jsonl or .jsonl.gz file with event, delivery and payload on each line; default: $EVENTS, else a sample.",
+    help="A .jsonl file with event, delivery and payload on each line; default: $EVENTS, else a sample.",
 )
 @click.option(
     "--store",
@@ -39,39 +36,18 @@ _SAMPLE = Path(__file__).resolve().parent.parent / "sample_events.jsonl"
     " cache in Redis; default: $STORE, else redis.",
 )
 @click.option("--seed", type=int, help="For the same deliveries, work and targets again.")
-@click.option("--concurrency", type=click.IntRange(2, 4), default=4, help="Pool processes: 4.")
-@click.option("--timeout", type=float, default=240.0, help="When to give up, in seconds: 240.")
 @click.option("--json", is_flag=True, help="Print the report as JSON.")
-@click.option("--keep", is_flag=True, help="Keep the logs and the database.")
-def main(
-    events: Path,
-    store: str,
-    seed: int | None,
-    concurrency: int,
-    timeout: float,
-    json: bool,
-    keep: bool,
-) -> None:
+def main(events: Path, store: str, seed: int | None, json: bool) -> None:
     """Deliver webhooks as the internet does to a Celery worker that is killed at work, and count what became of them,
     with and without IdempotentTask.
     """
-    missing = [name for name in ("rich", "django") if importlib.util.find_spec(name) is None]
-    if missing:
-        _fail(f"The demo needs {' and '.join(missing)}: make demo", 2)
     from testproject.demo.play import perform
     from testproject.demo.traffic import load
 
     try:
         with stoppable():
-            code = perform(
-                load(events),
-                seed=secrets.randbelow(10_000) if seed is None else seed,
-                processes=concurrency,
-                store=store,
-                timeout_s=timeout,
-                as_json=json,
-                keep=keep,
-            )
+            chosen = secrets.randbelow(10_000) if seed is None else seed
+            code = perform(load(events), seed=chosen, store=store, as_json=json)
     except (ProcessError, ServerUnavailable) as trouble:
         _fail(f"The demo could not be performed: {trouble}", 2)
     except Stopped as stopped:

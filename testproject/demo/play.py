@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import fcntl
 import json
 import os
@@ -11,26 +10,22 @@ import random
 import secrets
 import shutil
 import signal
-import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import django
+from django.core.management import call_command
 from redis import Redis
 from rich.console import Console
 
 from testproject.demo.traffic import Event, Traffic, plan_sends, plan_work
-from testproject.embedded import EmbeddedRedis
-from testproject.processes import Child, ProcessError, make_receiver, stop_all, wait_for_web
-
-__all__ = ["perform"]
+from testproject.serve import Child, ProcessError, check_all, open_stage, start_all
 
 _LOOK_S: Final = 0.1
 _LOOKS_AT_REST: Final = 4
-_STOP_S: Final = 3.0
 #: Deliver so many requests a second, but for at least so many seconds, if there are events enough.
 _RATE: Final = 40.0
 _AT_LEAST_S: Final = 9.0
@@ -38,194 +33,125 @@ _EVENT_S: Final = 0.25
 #: No good moment for a kill within so many seconds: try again after so much more of the work.
 _PATIENCE_S: Final = 2.5
 _LATER: Final = 0.03
-_STORES = {"redis": "{}", "django": "django://", "hybrid": "hybrid+{}"}
-
-
-class Target(enum.Enum):
-    """What a SIGKILL is sent to."""
-
-    WORKER = "the worker"
-    PROCESS = "a pool process"
-
-
+_PROCESSES: Final = 4
+_TIMEOUT_S: Final = 240.0
+_STORES: Final = {"redis": "{}", "django": "django://", "hybrid": "hybrid+{}"}
+_ONE: Final = "a run's entry and its record are one transaction, and a kill may fall anywhere."
+#: What a newcomer is told about where the records are.
+_PROMISES: Final = {
+    "redis": "The records are in Redis, the ledger is in SQLite: a kill may fall anywhere but between a run's write to"
+    " the one and its write to the other (for that: --store django).",
+    "django": f"Ledger and records are in SQLite: {_ONE}",
+    "hybrid": f"Ledger and records are in SQLite, with a cache of the settled ones in Redis: {_ONE}",
+}
 #: After how much of the work a SIGKILL is sent, and to what.
-_STRIKES: Final = (
-    (0.15, Target.WORKER),
-    (0.30, Target.PROCESS),
-    (0.45, Target.WORKER),
-    (0.65, Target.PROCESS),
-    (0.80, Target.WORKER),
+_WORKER: Final = "the worker"
+_PROCESS: Final = "a pool process"
+_STRIKES: Final = tuple(
+    zip(
+        (0.15, 0.30, 0.45, 0.65, 0.80), (_WORKER, _PROCESS, _WORKER, _PROCESS, _WORKER), strict=True
+    )
 )
 #: A strike for so many deliveries each, and no fewer than the first two.
 _A_STRIKE_FOR: Final = 8
 
 
-@dataclass
-class Stage:
-    """The receiver's three processes, the servers and the directory that they use."""
-
-    directory: Path
-    redis_url: str
-    store: str
-    processes: int
-    secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    keep: bool = False
-
-    def __post_init__(self) -> None:
-        env = {
-            "DJANGO_ALLOWED_HOSTS": "127.0.0.1",
-            "DJANGO_DEBUG": "0",
-            "DJANGO_SECRET_KEY": secrets.token_hex(32),
-            "DJANGO_SETTINGS_MODULE": "testproject.demo.settings",
-            "GITHUB_WEBHOOK_SECRET": self.secret,
-            "REDIS_URL": self.redis_url,
-            "IDEMPOTENCY_STORE": _STORES[self.store].format(self.redis_url),
-            "TESTPROJECT_DEMO": str(self.directory),
-            "DATABASE_PATH": str(self.directory / "ledger.sqlite3"),
-        }
-        os.environ.update(env)
-        self.children = make_receiver(self.directory, env, processes=self.processes)
-
-    @property
-    def atomic(self) -> bool:
-        """Are a delivery's entry and its record one transaction?"""
-        return self.store != "redis"
-
-    @property
-    def promise(self) -> str:
-        """Say to a newcomer where the records are."""
-        if not self.atomic:
-            return (
-                "The records are in Redis, the ledger is in SQLite: a kill may fall anywhere but between a"
-                " run's write to the one and its write to the other (for that: --store django)."
-            )
-        cache = ", with a cache of the settled ones in Redis" if self.store == "hybrid" else ""
-        return (
-            f"Ledger and records are in SQLite{cache}: a run's entry and its record are one transaction, and a"
-            " kill may fall anywhere."
-        )
-
-
-@contextlib.contextmanager
-def _open_stage(processes: int, store: str) -> Iterator[Stage]:
-    """Start the servers and make a directory; in the end stop everything, and remove it unless it is to be kept."""
-    directory = Path(tempfile.mkdtemp(prefix="celery-idempotent-demo-"))
-    stages: list[Stage] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(_remove, directory, stages)
-        server = stack.enter_context(EmbeddedRedis())
-        stages.append(Stage(directory, server.url(), store, processes))
-        stack.callback(stop_all, stages[0].children, _STOP_S)
-        yield stages[0]
-
-
-def _remove(directory: Path, stages: list[Stage]) -> None:
-    if not any(stage.keep for stage in stages):
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def perform(
-    events: Sequence[Event],
-    *,
-    seed: int,
-    processes: int,
-    store: str,
-    timeout_s: float,
-    as_json: bool,
-    keep: bool,
-) -> int:
+def perform(events: Sequence[Event], *, seed: int, store: str, as_json: bool) -> int:
     """Perform the demo, print the report, return the exit code."""
     console = Console(stderr=as_json)
     begin = time.monotonic()
-    with _open_stage(processes, store) as stage:
-        stage.keep = keep
-        _prepare_database()
+    os.environ["GITHUB_WEBHOOK_SECRET"] = secrets.token_hex(16)
+    stage = open_stage(
+        "demo", "testproject.demo.settings", processes=_PROCESSES, store=_STORES[store]
+    )
+    with stage as children:
+        directory = children[0].directory
+        django.setup()
+        call_command("migrate", verbosity=0)
         # Only now, with Django set up, its models can be imported.
         from testproject.demo.report import Report
+        from testproject.webhooks.figures import ledgers
 
+        play = _Play(children, events, seed)
         try:
-            play = _Play(stage, events, seed)
-            at_rest = play.run(console, deadline=begin + timeout_s)
-            report = Report.count(
-                deliveries={event.delivery_id for event in events},
-                accepted=play.accepted,
-                kills=play.kills,
-                directory=stage.directory,
-                seconds=time.monotonic() - begin,
-                seed=seed,
-                at_rest=at_rest,
-                store=store,
-                atomic=stage.atomic,
-            )
+            at_rest = play.run(console, _PROMISES[store], deadline=begin + _TIMEOUT_S)
         except ProcessError:
-            stage.keep = True
+            (directory / "keep").touch()
             raise
-        if not report.ok:
-            stage.keep = True
-            console.print("\n\n".join(f"--- {each.log}\n{each.tail()}" for each in stage.children))
+        plain, idempotent = ledgers()
+        report = Report(
+            accepted=play.accepted,
+            deliveries=play.deliveries,
+            plain=plain,
+            idempotent=idempotent,
+            outcomes=play.outcomes(),
+            worker_kills=play.kills.count(_WORKER),
+            process_kills=play.kills.count(_PROCESS),
+            seconds=round(time.monotonic() - begin, 1),
+            seed=seed,
+            at_rest=at_rest,
+            store=store,
+            atomic=store != "redis",
+        )
         if as_json:
             print(json.dumps(report.as_json(), indent=2))
         else:
             report.print(console)
-        if stage.keep:
-            console.print(f"Logs and the database are in {stage.directory}")
+        if not report.ok:
+            (directory / "keep").touch()
+            console.print("\n\n".join(f"--- {each.log}\n{each.tail()}" for each in children))
+            console.print(f"Logs and the database are in {directory}")
     return 0 if report.ok else 1
-
-
-def _prepare_database() -> None:
-    import django
-    from django.core.management import call_command
-
-    django.setup()
-    call_command("migrate", verbosity=0)
 
 
 class _Play:
     """One performance, on a stage that is set."""
 
-    def __init__(self, stage: Stage, events: Sequence[Event], seed: int) -> None:
-        from testproject.demo.rehearsal import PLAN, QUICK_S
+    def __init__(self, children: Sequence[Child], events: Sequence[Event], seed: int) -> None:
+        from testproject.demo.rehearsal import OUTCOMES, PLAN, QUICK_S
 
-        self._stage = stage
-        self._events = events
-        self._deliveries = len({event.delivery_id for event in events})
+        self._children, directory = children, children[0].directory
+        self._outcomes = directory / OUTCOMES
+        self.deliveries = len({event.delivery_id for event in events})
         # A source of chance for each purpose: what one takes does not change what others get.
         work = plan_work(events, chance=random.Random(f"work {seed}"), quick_s=QUICK_S)
-        (stage.directory / PLAN).write_text(json.dumps(work))
+        (directory / PLAN).write_text(json.dumps(work))
         self._sends = plan_sends(
             events,
             chance=random.Random(f"sends {seed}"),
             rate=_RATE,
             at_least_s=min(_AT_LEAST_S, _EVENT_S * len(events)),
         )
-        self._redis: Any = Redis.from_url(stage.redis_url, socket_timeout=5)
-        self._killer = _Killer(stage, self._redis, random.Random(f"kills {seed}"))
-        self._strikes = deque(_STRIKES[: max(2, self._deliveries // _A_STRIKE_FOR)])
+        self._redis: Any = Redis.from_url(os.environ["REDIS_URL"], socket_timeout=5)
+        chance = random.Random(f"kills {seed}")
+        self._killer = _Killer(children[-1], self._redis, chance)
+        self._strikes = deque(_STRIKES[: max(2, self.deliveries // _A_STRIKE_FOR)])
         self.accepted = 0
-        self.kills: list[Target] = []
+        self.kills: list[str] = []
 
-    def run(self, console: Console, *, deadline: float) -> bool:
+    def outcomes(self) -> Counter[str]:
+        """How often there was each outcome; ``"swept"`` is how many records the sweeps interrupted."""
+        return Counter(self._outcomes.read_text().split() if self._outcomes.exists() else ())
+
+    def run(self, console: Console, promise: str, *, deadline: float) -> bool:
         """Deliver everything and wait until nothing moves; False if that takes too long."""
         from testproject.demo.report import Progress
 
-        for child in self._stage.children:
-            child.start()
-        port = wait_for_web(self._stage.children)
+        port = start_all(self._children)
         console.print(
-            f"{self._deliveries} deliveries in {len(self._sends)} requests, while the worker"
-            f" is killed. To watch: http://127.0.0.1:{port}/?refresh=2\n{self._stage.promise}",
+            f"{self.deliveries} deliveries in {len(self._sends)} requests, while the worker"
+            f" is killed. To watch: http://127.0.0.1:{port}/?refresh=2\n{promise}",
             highlight=False,
             soft_wrap=True,
         )
-        traffic = Traffic(self._events, self._sends, secret=self._stage.secret, port=port)
-        progress = Progress(console, requests=len(self._sends), deliveries=self._deliveries)
+        traffic = Traffic(self._sends, secret=os.environ["GITHUB_WEBHOOK_SECRET"], port=port)
+        progress = Progress(console, requests=len(self._sends), deliveries=self.deliveries)
         still, all_sent = 0, False
         with contextlib.closing(self._redis), traffic, progress:
             while still < _LOOKS_AT_REST:
                 if time.monotonic() > deadline:
                     return False
-                for child in self._stage.children:
-                    child.check()
+                check_all(self._children)
                 traffic.check()
                 self.accepted = traffic.accepted
                 entered = progress.update(accepted=traffic.accepted)
@@ -242,11 +168,11 @@ class _Play:
     def _strike_when_due(self, progress: Any, entered: int, all_sent: bool) -> None:
         if not self._strikes:
             return
-        if all_sent and self._killer.waiting() < self._stage.processes:
-            self._strikes.clear()  # too late: its processes will not all be at work any more
+        if all_sent and self._killer.waiting() < _PROCESSES:
+            self._strikes.clear()  # too late: they will not all be at work any more
             return
         due, target = self._strikes[0]
-        if entered < due * self._deliveries:
+        if entered < due * self.deliveries:
             return
         self._strikes.popleft()
         held = self._killer.strike(target)
@@ -254,7 +180,7 @@ class _Play:
             self._strikes.appendleft((min(due + _LATER, 1.0), target))
             return
         self.kills.append(target)
-        progress.say(f"SIGKILL to {target.value}, which has {held} messages in hand.")
+        progress.say(f"SIGKILL to {target}, which has {held} messages in hand.")
 
 
 class _Killer:
@@ -270,14 +196,11 @@ class _Killer:
     bring it back. The other gap is that of rehearsal.py.
     """
 
-    def __init__(self, stage: Stage, redis: Any, chance: random.Random) -> None:
+    def __init__(self, worker: Child, redis: Any, chance: random.Random) -> None:
         from testproject.demo.rehearsal import BUSY, GAP
 
-        self._worker: Child = stage.children[-1]
-        self._busy = stage.directory / BUSY
-        self._gap = stage.directory / GAP
-        self._redis = redis
-        self._chance = chance
+        self._worker, self._redis, self._chance = worker, redis, chance
+        self._busy, self._gap = worker.directory / BUSY, worker.directory / GAP
 
     def waiting(self) -> int:
         """Return the number of messages that no worker has fetched."""
@@ -287,22 +210,22 @@ class _Killer:
         """Return the number of messages that a worker has, or had when it was killed."""
         return int(self._redis.hlen("unacked"))
 
-    def strike(self, target: Target) -> int:
+    def strike(self, target: str) -> int:
         """Kill in the middle of things; return how many messages were in hand, 0 if there was no good moment."""
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:
-            self._worker.check()
+            check_all([self._worker])
             time.sleep(self._chance.uniform(0, 0.1))
             if held := self._strike_now(target):
                 return held
         return 0
 
-    def _strike_now(self, target: Target) -> int:
+    def _strike_now(self, target: str) -> int:
         pids = self._pids()
         with _stopped(pids):
             if set(pids) != set(self._pids()) or not pids:
                 return 0  # one was started meanwhile, and goes on while we look
-            if target is Target.WORKER and not self._fetches_nothing():
+            if target == _WORKER and not self._fetches_nothing():
                 return 0
             held = self.unacked()
             with self._gap.open("wb") as gap:
@@ -310,7 +233,7 @@ class _Killer:
                     fcntl.flock(gap, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return 0
-                if target is Target.PROCESS:
+                if target == _PROCESS:
                     os.kill(self._chance.choice(pids), signal.SIGKILL)
                     return held
                 self._worker.kill()
@@ -344,18 +267,18 @@ class _Killer:
 @contextlib.contextmanager
 def _stopped(pids: Sequence[int]) -> Iterator[None]:
     """Stop processes where they are; in the end, continue those that are still there."""
+
+    def send(which: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, which)
+
     try:
-        _send(pids, signal.SIGSTOP)
+        send(signal.SIGSTOP)
         time.sleep(0.02)  # in the kernel's own time
         yield
     finally:
-        _send(pids, signal.SIGCONT)
-
-
-def _send(pids: Sequence[int], which: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, which)
+        send(signal.SIGCONT)
 
 
 def _state(pid: int) -> str:

@@ -19,16 +19,14 @@ from typing import Any
 from celery.signals import task_postrun, task_prerun
 from django.conf import settings as django_settings
 
-from celery_idempotent.signals import settled
-from testproject import counters
+from celery_idempotent import signals
 from testproject.demo import settings
 from testproject.webhooks.models import Kind, Run
 from testproject.webhooks.tasks import about_to_write, written
 
-__all__ = ["BUSY", "GAP", "PLAN", "QUICK_S", "connect"]
-
-#: In the demo's directory: the seconds that each delivery takes, the lock, the processes that are in a task.
-PLAN, GAP, BUSY = "plan.json", "gap.lock", "busy"
+#: In the demo's directory: the seconds that each delivery takes, the lock, the processes that are in a task, and a
+#: line for each outcome of the idempotent task that the report tells of.
+PLAN, GAP, BUSY, OUTCOMES = "plan.json", "gap.lock", "busy", "outcomes.log"
 
 #: Whatever was slow at first is quick from its fourth run on: a task that always takes longer than
 #: the visibility timeout is redelivered for ever, with Celery's own Task.
@@ -44,10 +42,12 @@ def connect() -> None:
     task_prerun.connect(_begin)
     about_to_write.connect(_work)
     written.connect(_linger)
-    settled.connect(_leave_gap)
+    signals.settled.connect(_leave_gap)
     task_postrun.connect(_leave_gap)
     task_postrun.connect(_end)
-    counters.connect(settings.OUTCOME_LOG)
+    for outcome in ("replayed", "conflicted", "interrupted", "swept"):
+        note = functools.partial(_note, outcome)
+        getattr(signals, outcome).connect(note, weak=False)
 
 
 def _begin(**_: Any) -> None:
@@ -61,6 +61,12 @@ def _end(**_: Any) -> None:
 
 def _busy_file() -> Path:
     return settings.DEMO_DIRECTORY / BUSY / str(os.getpid())
+
+
+def _note(outcome: str, event: signals.Event, **_: Any) -> None:
+    # One write of short lines: processes do not mix them, and one that is killed leaves whole ones or none.
+    with (settings.DEMO_DIRECTORY / OUTCOMES).open("a") as log:
+        log.write(f"{outcome}\n" * (event.count if outcome == "swept" else 1))
 
 
 def _work(run: Run, **_: Any) -> None:

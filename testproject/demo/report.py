@@ -4,51 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from testproject import counters
-from testproject.webhooks.models import Kind, LedgerEntry, Run
+from testproject.webhooks.figures import Ledger, ledgers
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Ledger", "Progress", "Report"]
-
 _LINE_EVERY_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """One ledger, held against the deliveries that belong in it."""
-
-    runs: int
-    redelivered: int
-    rows: int
-    too_many: int
-    missing: int
-
-    @classmethod
-    def count(cls, kind: Kind, deliveries: Collection[str]) -> Ledger:
-        """Count the rows of the database."""
-        entries = LedgerEntry.objects.filter(kind=kind).values_list("delivery_id", flat=True)
-        rows = Counter(map(str, entries))
-        runs = Run.objects.filter(kind=kind)
-        expected = set(deliveries)
-        started = runs.count()
-        return cls(
-            runs=started,
-            redelivered=started - runs.values("task_id").distinct().count(),
-            rows=rows.total(),
-            too_many=rows.total() - len(expected & rows.keys()),
-            missing=len(expected - rows.keys()),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,33 +36,15 @@ class Report:
     store: str
     atomic: bool
 
-    @classmethod
-    def count(
-        cls,
-        *,
-        deliveries: Collection[str],
-        kills: Sequence[Any],
-        directory: Path,
-        seconds: float,
-        **known: Any,
-    ) -> Report:
-        """Count, now that nothing moves any more."""
-        targets = Counter(target.name for target in kills)
-        return cls(
-            deliveries=len(deliveries),
-            plain=Ledger.count(Kind.PLAIN, deliveries),
-            idempotent=Ledger.count(Kind.IDEMPOTENT, deliveries),
-            outcomes=dict(counters.count(directory / "outcomes.log")),
-            worker_kills=targets["WORKER"],
-            process_kills=targets["PROCESS"],
-            seconds=round(seconds, 1),
-            **known,
-        )
-
     @property
     def ok(self) -> bool:
         """Did the idempotent task do what it promises: each delivery there exactly once, and nothing else?"""
-        return self.at_rest and not (self.idempotent.too_many or self.idempotent.missing)
+        return self.at_rest and not (self.idempotent.too_many or self.missing)
+
+    @property
+    def missing(self) -> int:
+        """Deliveries that the idempotent task did not enter."""
+        return self.deliveries - self.idempotent.distinct
 
     def as_json(self) -> dict[str, object]:
         return {"ok": self.ok, **asdict(self)}
@@ -114,26 +64,23 @@ class Report:
 
     def _table(self) -> Table:
         table = _table("One ledger row per delivery?")
-        plain, idempotent, found = self.plain, self.idempotent, self.outcomes
-        swept = found.get("swept", 0)
-        for name, left, right in (
+        plain, idempotent, found = self.plain, self.idempotent, Counter(self.outcomes)
+        noticed = found["interrupted"] - found["swept"]
+        rows: list[tuple[object, ...]] = [
             ("HTTP requests accepted", self.accepted, self.accepted),
             ("different deliveries", self.deliveries, self.deliveries),
             ("runs started", plain.runs, idempotent.runs),
-            ("  of messages that the broker redelivered", plain.redelivered, ""),
-            (
-                "  that left no row: killed",
-                plain.runs - plain.rows,
-                idempotent.runs - idempotent.rows,
-            ),
-            ("duplicates that got the stored result (replays)", "", found.get("replayed", 0)),
-            ("duplicates that met a running one (conflicts)", "", found.get("conflicted", 0)),
-            ("crashes noticed by the worker itself", "", found.get("interrupted", 0) - swept),
-            ("crashes noticed by a sweep", "", swept),
-        ):
-            table.add_row(name, str(left), str(right))
+            ("  of messages that the broker redelivered", plain.runs - plain.messages, ""),
+            ("  that left no row: killed", plain.unfinished, idempotent.unfinished),
+            ("duplicates that got the stored result (replays)", "", found["replayed"]),
+            ("duplicates that met a running one (conflicts)", "", found["conflicted"]),
+            ("crashes noticed by the worker itself", "", noticed),
+            ("crashes noticed by a sweep", "", found["swept"]),
+        ]
+        for row in rows:
+            table.add_row(*map(str, row))
         table.add_section()
-        _add_ledgers(table, plain, idempotent, missing="  missing")
+        _add_effects(table, plain, idempotent, "missing", self.deliveries)
         return table
 
     def _verdict(self) -> str:
@@ -141,11 +88,11 @@ class Report:
             f"{self.deliveries} deliveries came in {self.accepted} requests. celery.Task entered"
             f" them {self.plain.rows} times. IdempotentTask "
         )
-        if not (self.idempotent.too_many or self.idempotent.missing):
+        if not (self.idempotent.too_many or self.missing):
             how = ", in one transaction with its record." if self.atomic else "."
             return f"{said}entered each of them exactly once{how}"
         return said + (
-            f"entered {self.idempotent.too_many} too many and {self.idempotent.missing} too few:"
+            f"entered {self.idempotent.too_many} too many and {self.missing} too few:"
             " that must not happen."
         )
 
@@ -177,8 +124,7 @@ class Progress:
 
     def update(self, *, accepted: int) -> int:
         """Show what is in the ledgers; return how many deliveries are in that of the idempotent task."""
-        deliveries = set(map(str, LedgerEntry.objects.values_list("delivery_id", flat=True)))
-        plain, idempotent = (Ledger.count(kind, deliveries) for kind in Kind)
+        plain, idempotent = ledgers()
         now = time.monotonic()
         if self._live:
             table = _table(
@@ -186,7 +132,7 @@ class Progress:
             )
             table.box = box.SIMPLE_HEAD
             table.add_row("runs started", str(plain.runs), str(idempotent.runs))
-            _add_ledgers(table, plain, idempotent, missing="  not there yet")
+            _add_effects(table, plain, idempotent, "not there yet", self._deliveries)
             self._live.update(table)
         elif now - self._last >= _LINE_EVERY_S:
             self._last = now
@@ -195,7 +141,7 @@ class Progress:
                 f" deliveries: celery.Task {plain.rows} ({plain.too_many} too many),"
                 f" IdempotentTask {idempotent.rows} ({idempotent.too_many} too many)"
             )
-        return len(deliveries) - idempotent.missing
+        return idempotent.distinct
 
 
 def _table(title: str) -> Table:
@@ -205,12 +151,14 @@ def _table(title: str) -> Table:
     return table
 
 
-def _add_ledgers(table: Table, plain: Ledger, idempotent: Ledger, *, missing: str) -> None:
+def _add_effects(
+    table: Table, plain: Ledger, idempotent: Ledger, missing: str, deliveries: int
+) -> None:
     both = plain, idempotent
     table.add_row("effects (ledger rows)", *(f"[bold]{each.rows}[/]" for each in both))
-    table.add_row("  too many", *(_judged(each.too_many) for each in both))
-    table.add_row(missing, *(_judged(each.missing) for each in both))
-
-
-def _judged(count: int) -> str:
-    return f"[red]{count}[/]" if count else "[green]0[/]"
+    for name, counts in (
+        ("too many", [each.too_many for each in both]),
+        (missing, [deliveries - each.distinct for each in both]),
+    ):
+        judged = (f"[red]{count}[/]" if count else "[green]0[/]" for count in counts)
+        table.add_row(f"  {name}", *judged)

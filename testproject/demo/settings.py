@@ -11,8 +11,7 @@ from testproject.settings import *  # noqa: F403 -- this is how Django's setting
 INSTALLED_APPS = [*project.INSTALLED_APPS, "testproject.demo"]
 
 #: The directory of all that this run of the demo writes.
-DEMO_DIRECTORY = Path(os.environ["TESTPROJECT_DEMO"])
-OUTCOME_LOG = DEMO_DIRECTORY / "outcomes.log"
+DEMO_DIRECTORY = Path(os.environ["DATABASE_PATH"]).parent
 
 # The default hour, as two seconds: what a worker has had for longer, the broker hands to another.
 # The look-out is every second instead of every hundred (Celery 5.7).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import hmac
 import http.client
@@ -11,15 +10,12 @@ import random
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testproject.processes import ProcessError
-
-__all__ = ["Event", "Traffic", "load", "plan_sends", "plan_work"]
+from testproject.serve import ProcessError
 
 _THREADS = 8
 _TRIES = 20
@@ -39,59 +35,46 @@ class Event(NamedTuple):
     body: bytes
 
 
-class Send(NamedTuple):
-    """One HTTP request: when, in seconds from the start, and which of the events."""
-
-    due_s: float
-    event: int
-
-
 def load(path: Path) -> list[Event]:
-    """Read a ``.jsonl`` or ``.jsonl.gz`` file: an ``event``, a ``delivery`` and a ``payload`` a line.
+    """Read a ``.jsonl`` file: an ``event``, a ``delivery`` and a ``payload`` a line.
 
     Raises:
-        ProcessError: for anything else, with the line.
+        ProcessError: for anything else.
     """
+    events = []
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ProcessError(f"cannot read the events in {path}: {error}") from error
-    lines = enumerate(text.split("\n"), start=1)
-    events = [_event(path, number, line) for number, line in lines if line.strip()]
+        for line in filter(str.strip, path.read_text().split("\n")):
+            entry: dict[str, Any] = json.loads(line)
+            delivery, payload = str(uuid.UUID(entry["delivery"])), json.dumps(entry["payload"])
+            events.append(Event(str(entry["event"]), delivery, payload.encode()))
+    except OSError as error:
+        raise ProcessError(f"cannot read the events in {path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProcessError(
+            f"{path}, event {len(events) + 1}: not an object with event, delivery and payload ({error!r})"
+        ) from None
     if not events:
         raise ProcessError(f"there are no events in {path}")
     return events
 
 
-def _event(path: Path, number: int, line: str) -> Event:
-    try:
-        entry: dict[str, Any] = json.loads(line)
-        delivery = str(uuid.UUID(entry["delivery"]))
-        return Event(str(entry["event"]), delivery, json.dumps(entry["payload"]).encode())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProcessError(
-            f"{path}, line {number}: not an object with event, delivery and payload ({error!r})"
-        ) from None
-
-
 def plan_sends(
     events: Sequence[Event], *, chance: random.Random, rate: float, at_least_s: float
-) -> list[Send]:
+) -> list[tuple[float, Event]]:
     """Spread one to four copies of each event over the time, half of them at the same moment.
 
-    As many a second as ``rate`` says, but for ``at_least_s`` seconds.
+    Returns when each is due, in seconds from the start: as many a second as ``rate`` says, but for ``at_least_s``.
     """
     copies = chance.choices(_COPIES, _WEIGHTS, k=len(events))
     seconds = max(at_least_s, sum(copies) / rate)
     sends = []
-    for number, count in enumerate(copies):
+    for event, count in zip(events, copies, strict=True):
         first = chance.uniform(0, seconds * 0.9)
-        sends.append(Send(first, number))
+        sends.append((first, event))
         for _ in range(count - 1):
             together = chance.random() < 0.5
             due = first if together else min(first + chance.uniform(0.05, 4.0), seconds)
-            sends.append(Send(due, number))
+            sends.append((due, event))
     return sorted(sends)
 
 
@@ -111,13 +94,8 @@ def plan_work(
 class Traffic:
     """The sender: a thread that follows the plan, and a few that speak HTTP."""
 
-    def __init__(
-        self, events: Sequence[Event], sends: Sequence[Send], *, secret: str, port: int
-    ) -> None:
-        self._events = events
-        self._sends = sends
-        self._port = port
-        self._secret = secret.encode()
+    def __init__(self, sends: Sequence[tuple[float, Event]], *, secret: str, port: int) -> None:
+        self._sends, self._port, self._secret = sends, port, secret.encode()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
@@ -144,10 +122,10 @@ class Traffic:
     def _run(self) -> None:
         begin = time.monotonic()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="sender") as pool:
-            for send in self._sends:
-                if self._stop.wait(max(0.0, begin + send.due_s - time.monotonic())):
+            for due_s, event in self._sends:
+                if self._stop.wait(max(0.0, begin + due_s - time.monotonic())):
                     break
-                pool.submit(self._deliver, self._events[send.event])
+                pool.submit(self._deliver, event)
 
     def _deliver(self, event: Event) -> None:
         """Send one copy until it is accepted, as a webhook sender does that keeps trying."""

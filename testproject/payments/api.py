@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from django.http import HttpResponse
     from rest_framework.request import Request
 
-__all__ = ["PayNow", "Payments", "problems"]
-
 
 class Order(serializers.Serializer[Any]):
     """What to pay."""

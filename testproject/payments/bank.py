@@ -7,8 +7,6 @@ from pathlib import Path
 
 from django.conf import settings
 
-__all__ = ["BankUnreachable", "PaymentRefused", "receipt", "transfer"]
-
 
 class PaymentRefused(Exception):
     """The bank will never make this payment."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from django.conf import settings
 from django.db import models
 
-__all__ = ["Payment"]
-
 
 class Payment(models.Model):
     """One payment, entered once the bank took it.

@@ -9,8 +9,6 @@ from testproject.celery import app
 from testproject.payments import bank
 from testproject.payments.models import Payment
 
-__all__ = ["make_payment", "pay"]
-
 
 @app.task(
     base=IdempotentTask,

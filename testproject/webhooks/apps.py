@@ -7,8 +7,6 @@ from typing import Any
 from django.apps import AppConfig
 from django.db.backends.signals import connection_created
 
-__all__ = ["WebhooksConfig"]
-
 
 class WebhooksConfig(AppConfig):
     name = "testproject.webhooks"

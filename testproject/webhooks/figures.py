@@ -8,21 +8,20 @@ from django.db.models import Count
 
 from testproject.webhooks.models import Kind, LedgerEntry, Run
 
-__all__ = ["Ledger", "ledgers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What became of the deliveries in one of the two ledgers."""
+    """What became of the deliveries in one of the two ledgers: runs started, of so many messages, and rows written."""
 
     kind: Kind
     runs: int
+    messages: int
     rows: int
     distinct: int
 
     @property
-    def duplicates(self) -> int:
-        """Rows too many."""
+    def too_many(self) -> int:
+        """Rows beside the first one of a delivery."""
         return self.rows - self.distinct
 
     @property
@@ -35,8 +34,11 @@ def ledgers() -> list[Ledger]:
     """Count both, that of Celery's own task first."""
     found = []
     for kind in Kind:
-        counted = LedgerEntry.objects.filter(kind=kind).aggregate(
+        runs = Run.objects.filter(kind=kind).aggregate(
+            runs=Count("pk"), messages=Count("task_id", distinct=True)
+        )
+        rows = LedgerEntry.objects.filter(kind=kind).aggregate(
             rows=Count("pk"), distinct=Count("delivery_id", distinct=True)
         )
-        found.append(Ledger(kind=kind, runs=Run.objects.filter(kind=kind).count(), **counted))
+        found.append(Ledger(kind=kind, **runs, **rows))
     return found

@@ -16,8 +16,6 @@ from celery_idempotent.signals import Event, claimed
 from testproject.celery import app
 from testproject.webhooks.models import Kind, LedgerEntry, Run
 
-__all__ = ["about_to_write", "record_delivery", "record_delivery_plain", "written"]
-
 #: Sent inside each run, between its start and its write, with ``run=``: where a larger receiver
 #: does its work (asks GitHub's API, renders a page). The demo listens and makes it take its time.
 about_to_write = Signal()

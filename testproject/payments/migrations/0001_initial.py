@@ -1,30 +1,23 @@
 """The table of payments."""
 
-# ruff: noqa: RUF012 -- the form that Django gives its migrations
-
 from __future__ import annotations
 
-import django.db.models.deletion
+from typing import ClassVar
+
 from django.conf import settings
 from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
     initial = True
-
-    dependencies = [
-        migrations.swappable_dependency(settings.AUTH_USER_MODEL),
-    ]
-
-    operations = [
+    dependencies: ClassVar = [migrations.swappable_dependency(settings.AUTH_USER_MODEL)]
+    operations: ClassVar = [
         migrations.CreateModel(
             name="Payment",
             fields=[
                 (
                     "id",
-                    models.BigAutoField(
-                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
-                    ),
+                    models.BigAutoField("ID", primary_key=True, serialize=False, auto_created=True),
                 ),
                 (
                     "amount",
@@ -37,14 +30,10 @@ class Migration(migrations.Migration):
                 (
                     "payer",
                     models.ForeignKey(
-                        on_delete=django.db.models.deletion.PROTECT,
-                        related_name="payments",
-                        to=settings.AUTH_USER_MODEL,
+                        settings.AUTH_USER_MODEL, models.PROTECT, related_name="payments"
                     ),
                 ),
             ],
-            options={
-                "ordering": ("-pk",),
-            },
+            options={"ordering": ("-pk",)},
         ),
     ]

@@ -7,8 +7,6 @@ from typing import Any
 from django.contrib.auth import get_user_model
 from django.core.management import BaseCommand, call_command
 
-__all__ = ["Command"]
-
 
 class Command(BaseCommand):
     help = __doc__

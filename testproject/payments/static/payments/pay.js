@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const $ = (id) => document.getElementById(id);
-  const { url, login } = $("order").dataset;
+  const { url } = $("order").dataset;
   // Of the login that this page was loaded for: after another one in another tab the server refuses it, and nobody
   // pays in somebody else's name.
   const token = document.querySelector("#order [name=csrfmiddlewaretoken]").value;
@@ -10,7 +10,6 @@
   let presses = 0;
   let status = "";
   let shown = "";
-  let out = false;
 
   // -- the payment is in the address: for a reload, for the way back, for another tab
 
@@ -41,15 +40,9 @@
   const say = (element, text) => {
     if (element.textContent !== text) element.textContent = text;
   };
-  const trouble = (...content) => {
-    $("trouble").replaceChildren(...content);
-    $("trouble").hidden = !content.length;
-  };
-  const loggedOut = () => {
-    out = true;
-    const link = make("a", "Log in again");
-    link.href = `${login}?next=${encodeURIComponent(location.pathname + location.search)}`;
-    trouble("You are not logged in any more. ", link, ": the key stays.");
+  const trouble = (text = "") => {
+    say($("trouble"), text);
+    $("trouble").hidden = !text;
   };
   const reasons = (told) =>
     Object.entries(told.errors || {}).map(([name, texts]) => `${name}: ${[texts].flat().join(" ")}`).join(" ");
@@ -59,27 +52,14 @@
   const ask = async (where, options = {}) => {
     const answer = await fetch(where, {
       ...options,
-      // So that the server does not make the browser ask for a password by itself.
+      // Without the header, the server's challenge would make the browser ask for a password.
       headers: { Accept: "application/json", "X-Requested-With": "fetch", ...options.headers },
     });
-    let told = {};
-    try {
-      told = await answer.json();
-    } catch {
-      // Not of the API: something between it and us. The status says enough.
-    }
-    return { answer, told };
+    // What is not JSON is not of the API, but of something between it and us: the status says enough.
+    return { answer, told: await answer.json().catch(() => ({})) };
   };
 
-  // A client repeats what the server calls retryable, with the same key, after the pause that the server asks for.
-  const MAX_REPEATS = 5;
-  const repeatLater = (answer, told, key, repeats) => {
-    const seconds = Number(answer.headers.get("Retry-After"));
-    if (!told.retryable || !seconds || repeats >= MAX_REPEATS) return;
-    setTimeout(() => key === $("key").value && press(repeats + 1), seconds * 1000);
-  };
-
-  const press = async (repeats = 0) => {
+  const press = async () => {
     const row = make("tr", make("td", String(++presses), "number"));
     const add = (...cells) => row.append(...cells.map((content) => make("td", content)));
     const waiting = make("td", "…");
@@ -87,8 +67,7 @@
     row.append(waiting);
     $("none")?.remove();
     $("answers").append(row);
-    const order = { amount: Number($("amount").value), currency: $("currency").value, recipient: $("recipient").value };
-    const key = $("key").value;
+    const [key, amount, currency, recipient] = fields.map((name) => $(name).value);
     try {
       const { answer, told } = await ask(url, {
         method: "POST",
@@ -97,7 +76,7 @@
           "Idempotency-Key": `"${key.replace(/[\\"]/g, "\\$&")}"`,
           "X-CSRFToken": token,
         },
-        body: JSON.stringify(order),
+        body: JSON.stringify({ amount: Number(amount), currency, recipient }),
       });
       waiting.remove();
       const where = answer.headers.get("Location") || answer.headers.get("Content-Location");
@@ -108,10 +87,7 @@
       add([`${answer.status} ${short}`, make("small", why === short ? "" : why)],
         answer.headers.get("Idempotent-Replayed") === "true" ? "yes" : "no", where ? link : "–");
       if (where && key === $("key").value) status = where;
-      repeatLater(answer, told, key, repeats);
-      if (told.code === "not_authenticated") loggedOut();
-      else if (told.code === "permission_denied") trouble("There was another login since this page was loaded. Reload the page.");
-      else trouble();
+      trouble();
     } catch {
       waiting.remove();
       add("No answer", "–", "–");
@@ -122,16 +98,10 @@
 
   // -- looking at what came of it
 
-  const look = async () => {
-    try {
-      await Promise.all([lookAtPayments(), lookAtStatus()]);
-    } catch {
-      // The next look may have more luck; a press says so itself.
-    }
-  };
+  // The next look may have more luck; a press says so itself.
+  const look = () => Promise.all([lookAtPayments(), lookAtStatus()]).catch(() => {});
   const lookAtPayments = async () => {
     const { answer, told } = await ask(url);
-    if (answer.status === 401) return loggedOut();
     if (!answer.ok) return;
     const mine = told.filter((payment) => payment.key === $("key").value).length;
     say($("count"), String(mine));
@@ -156,7 +126,7 @@
     $("state").classList.toggle("bad", Boolean(told.error));
   };
   const keepLooking = async () => {
-    if (!out && !document.hidden) await look();
+    if (!document.hidden) await look();
     setTimeout(keepLooking, 1000);
   };
 
@@ -173,7 +143,6 @@
   };
   $("order").addEventListener("submit", (event) => {
     event.preventDefault();
-    out = false;
     press();
   });
   $("new").addEventListener("click", () => {
