@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
 #: States under the names that the CLI and the admin have for them; ``stale``: only those whose lease ran out.
 STATES = {
+    "any": frozenset(State),
     "live": frozenset({State.QUEUED, State.PROCESSING}),
     "stale": frozenset({State.PROCESSING}),
     **{state.value: frozenset({state}) for state in State},
@@ -49,86 +51,87 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 _USER = re.compile(r'\["user","?([^"\\,\]]+)"?\]')
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The records that somebody may have meant; ``cut``: the search ended before all records were looked at."""
-
-    records: Sequence[Record] = ()
-    cut: bool = False
-
-
-def pages(store: Store, selection: Selection, *, limit: int = 500) -> Iterator[Page]:
-    """Yield page after page of the selected records; pages may be empty, and the last has no cursor."""
-    cursor = ""
-    while True:
-        page = store.list(selection, cursor=cursor, limit=limit, look_at=LOOK_AT)
-        yield page
-        cursor = page.cursor
-        if not cursor:
-            return
-
-
-def find_key(
-    store: Store, namespaces: Iterable[str], text: str, scopes: Iterable[str] = ("",)
-) -> list[Record]:
-    """Return the records of a key as it was typed: one question a namespace, spelling and scope."""
-    every = [
-        Identity(namespace=namespace, scope=scope, key=key)
-        for namespace in namespaces
-        for scope in scopes
-        for key in spellings(text)
-    ]
-    return [record for record in map(store.get, dict.fromkeys(every)) if record is not None]
-
-
-def find_key_anywhere(
+def look(
     store: Store,
-    keys: Iterable[str],
+    selection: Selection,
     *,
-    namespace: str | None = None,
+    cursor: str = "",
+    limit: int = 500,
     task_id: str = "",
-    seconds: float | None = None,
-) -> Found:
-    """Return the records of a key (or of a task with this id) in every scope, as lists have them.
+    enough: float = math.inf,
+    most: float = math.inf,
+    seconds: float = math.inf,
+) -> Page:
+    """Return several pages as one: until ``enough`` records are found, or ``most`` keys looked at, or time is over.
 
-    All keys are looked at, in short steps, for so many ``seconds``: no index has keys without their scope, since it
-    would cost each claim a write.
+    Each page takes ``limit`` records at most. Its cursor says whether there may be more. ``task_id``: of the records
+    selected but for their keys, those of this task or of such a key.
     """
     found: dict[Identity, Record] = {}
-    wanted = frozenset(keys)
-    give_up = None if seconds is None else monotonic() + seconds
-    selection = Selection(
-        states=frozenset(State), keys=frozenset() if task_id else wanted, namespace=namespace
-    )
-    for page in pages(store, selection):
-        for record in page.records:
-            if record.identity.key in wanted or record.task_id == task_id:
-                found[record.identity] = record
-        if page.cursor and give_up is not None and monotonic() > give_up:
-            return Found(list(found.values()), cut=True)
-    return Found(list(found.values()))
+    looked_at, give_up = 0, monotonic() + seconds
+    listed = replace(selection, keys=frozenset()) if task_id else selection
+    while True:
+        page = store.list(listed, cursor=cursor, limit=limit, look_at=LOOK_AT)
+        for each in page.records:
+            if not task_id or each.task_id == task_id or each.identity.key in selection.keys:
+                found[each.identity] = each
+        looked_at, cursor = looked_at + page.looked_at, page.cursor
+        ended = not cursor or len(found) >= enough or looked_at >= most
+        if ended or monotonic() > give_up:
+            return replace(page, records=tuple(found.values()), looked_at=looked_at)
 
 
-def find_task_id(store: Store, task_id: str, selection: Selection | None = None) -> Found:
-    """Return the unfinished and failed records of the task of this id, of those selected: an index has them."""
-    looked_at = 0
-    selection = selection or Selection(states=UNFINISHED_AND_FAILED)
-    for page in pages(store, selection, limit=LOOK_AT):
-        found = [record for record in page.records if record.task_id == task_id]
-        if found:
-            return Found(read_whole(store, found))
-        looked_at += page.looked_at
-        if page.cursor and looked_at >= MOST:
-            return Found(cut=True)
-    return Found()
+def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str]) -> list[Record]:
+    """Return what a typed text means at once, in the namespace and scopes selected: a key, else the id of a task.
+
+    A key is one question for each namespace, spelling and scope. An index has the unfinished and failed records, of
+    which some are searched for the task id.
+    """
+    every = [
+        Identity(namespace=namespace, scope=scope, key=key)
+        for namespace in ([selection.namespace] if selection.namespace else namespaces)
+        for scope in selection.scopes or [""]
+        for key in spellings(text)
+    ]
+    if found := read_whole(store, every):
+        return found
+    named = Selection(namespace=selection.namespace, scopes=selection.scopes)
+    named = replace(named, states=UNFINISHED_AND_FAILED)
+    page = look(store, named, limit=LOOK_AT, task_id=text, enough=1, most=MOST)
+    return read_whole(store, [each.identity for each in page.records])
 
 
-def read_whole(store: Store, records: Iterable[Record]) -> list[Record]:
-    """Return the records with the fields that lists leave out."""
-    return [found for each in records if (found := store.get(each.identity)) is not None]
+def read_whole(store: Store, identities: Iterable[Identity]) -> list[Record]:
+    """Return the records that there are, with the fields that lists leave out."""
+    found = map(store.get, dict.fromkeys(identities))
+    return [record for record in found if record is not None]
 
 
 # -- what people type --------------------------------------------------------------------------------------------------
+
+
+def select(
+    app: Celery,
+    chosen: Mapping[str, str | None],
+    *,
+    since_ms: int | None = None,
+    before_ms: int | None = None,
+) -> Selection:
+    """Return the selection of a ``task``, ``scope``, ``key`` and ``state`` as people type or choose them.
+
+    Raises:
+        InvalidKey: if there is no such scope.
+    """
+    task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
+    return Selection(
+        states=STATES.get(state, frozenset()),
+        stale=state == "stale",
+        namespace=namespace_of(app, task) if task else None,
+        scopes=frozenset(scopes_of(scope) if scope else ()),
+        keys=frozenset(spellings(key) if key else ()),
+        since_ms=since_ms,
+        before_ms=before_ms,
+    )
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:
@@ -144,34 +147,30 @@ def spellings(text: str, *, what: str = "key") -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def scope_of_user(text: str) -> str | None:
-    """Return the canonical scope that ``user 17`` stands for: what that user sent over HTTP. ``None``: no such text.
+def scopes_of(text: str) -> list[str]:
+    """Return the canonical scopes that a typed text may mean; ``user 17``: what that user sent over HTTP.
 
     Raises:
         InvalidKey: if no user can have that primary key.
     """
     word, _, pk = text.partition(" ")
     if word != "user" or not (pk := pk.strip()):
-        return None
+        return spellings(text, what="scope")
     user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
-    return canonical(user, what="scope", task="search")
+    return [canonical(user, what="scope", task="search")]
 
 
 def scope_in_words(scope: str) -> str:
     """Return a scope as people write it, and may type it: ``user 17`` for what that user sent over HTTP."""
     found = _USER.fullmatch(scope)
-    if found is None:
-        return scope
-    words = f"user {found[1]}"
-    return words if scope_of_user(words) == scope else scope
+    words = f"user {found[1]}" if found else ""
+    return words if words and scopes_of(words) == [scope] else scope
 
 
-def namespace_of(app: Celery, name: str) -> str | None:
-    """Return the namespace of a task by its name, or of its records; ``None`` if no task of this app has it."""
-    for definition in definitions(app):
-        if definition.name == name:
-            return definition.identifier.namespace
-    return name if name in app.tasks or definition_of(app, name) is not None else None
+def namespace_of(app: Celery, name: str) -> str:
+    """Return the namespace of the task of this name; any other name is that of a namespace."""
+    found = (each.identifier.namespace for each in definitions(app) if each.name == name)
+    return next(found, name)
 
 
 def task_name(app: Celery, identity: Identity) -> str:

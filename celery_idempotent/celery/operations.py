@@ -16,10 +16,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from celery_idempotent import signals
 from celery_idempotent.celery import sweep
+from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
 from celery_idempotent.events import Details, Line, printable, worker_name
 from celery_idempotent.protocol.lease import heartbeat
@@ -43,41 +44,56 @@ LONGEST_REASON, _LONGEST_NOTE = 500, 600
 _SILENT = 2
 
 
-class Texts(NamedTuple):
-    """An operation in words: what it makes of a record, its effect, and why it may mean nothing for a record."""
+class Meaning(NamedTuple):
+    """An operation in words: what it makes of a record, its effect, why it may mean nothing, and for which it does.
+
+    ``repeats``: what took effect before may be done a second time.
+    """
 
     done: str
     effect: str
     refusal: str
+    applies: Callable[[Record], bool]
+    repeats: bool = True
 
 
 #: All of them, in the order in which they are offered.
-OPERATIONS: Final[Mapping[Operation, Texts]] = {
-    "release": Texts(
+OPERATIONS: Final[Mapping[Operation, Meaning]] = {
+    "release": Meaning(
         "released",
         "ends the claim: the next delivery or call runs.",
         "only a QUEUED or a PROCESSING record can be released.",
+        lambda record: record.state in {State.QUEUED, State.PROCESSING},
     ),
-    "requeue": Texts(
+    "requeue": Meaning(
         "requeued",
         "publishes the message that the record keeps again, under the same task id.",
         "only an INTERRUPTED or a PROCESSING record that keeps its message"
         ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
+        lambda record: (
+            record.state in {State.PROCESSING, State.INTERRUPTED} and record.message is not None
+        ),
     ),
-    "complete": Texts(
+    "complete": Meaning(
         "completed",
         "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
         "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
+        # Not a COMPLETED one: somebody may have got that value.
+        lambda record: record.state is not State.COMPLETED,
+        repeats=False,
     ),
-    "fail": Texts(
+    "fail": Meaning(
         "failed",
         "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
         "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
+        lambda record: not record.state.settled,
+        repeats=False,
     ),
-    "forget": Texts(
+    "forget": Meaning(
         "forgotten",
         "deletes the record with all it knows: the next call runs.",
         "there is no record.",
+        lambda _: True,
     ),
 }
 
@@ -86,20 +102,12 @@ ON_MANY: Final[tuple[Operation, ...]] = ("release", "requeue", "fail", "forget")
 
 
 class Outcome(enum.Enum):
-    """How an operation ended."""
+    """How an operation ended, in words."""
 
     DONE = "done"
-    CHANGED = "changed"
-    LIVE = "live"
-    UNSENT = "unsent"
-
-
-#: What is said of each outcome but DONE.
-OUTCOMES: Final[Mapping[Outcome, str]] = {
-    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
-    Outcome.CHANGED: "left alone: it has changed meanwhile",
-    Outcome.LIVE: "left alone: its owner is live",
-}
+    CHANGED = "left alone: it has changed meanwhile"
+    LIVE = "left alone: its owner is live"
+    UNSENT = "queued, and not published yet: the next sweep after its deadline tries again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +132,6 @@ class OperationRequest:
         who = self.who or worker_name(os.getpid())
         return printable(f"{self.operation} by {who}{why}")[:_LONGEST_NOTE]
 
-    @property
-    def details(self) -> Details:
-        """What a report says of it."""
-        past = "forgot" if self.operation == "forget" else OPERATIONS[self.operation].done
-        line = Line(logging.WARNING, f"%(who)s {past} %(identity)s%(why)s")
-        return {"who": self.who, "reason": self.reason, "line": line}
-
 
 #: Called with each operation of a named person that was done, or may have been: Django's admin log has a place here.
 audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
@@ -139,29 +140,12 @@ audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
 class SeenRecord(Protocol):
     """A record as somebody saw it, who decided what is to be done to it."""
 
-    @property
-    def identity(self) -> Identity:
-        """Which record it is."""
-
-    @property
-    def token(self) -> int:
-        """The token that it had."""
-
-    @property
-    def state(self) -> State:
-        """The state that it was in."""
+    identity: Identity
+    token: int
+    state: State
 
 
 SeenT = TypeVar("SeenT", bound=SeenRecord)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended(Generic[SeenT]):
-    """An operation on one record: its outcome, or the trouble because of which that is not known."""
-
-    record: SeenT
-    outcome: Outcome | None
-    trouble: str = ""
 
 
 # -- what may be done --------------------------------------------------------------------------------------------------
@@ -175,33 +159,19 @@ def is_live(record: Record, now_ms: int) -> bool:
     return record.state is State.PROCESSING and not record.stale(now_ms)
 
 
-def offered(record: Record, *, known: bool = True) -> tuple[Operation, ...]:
-    """Return the operations that mean something for a record, as :meth:`Store.get` returns it.
-
-    ``known``: does a task of this app have its namespace? Only that can write a value.
-    """
-    possible: dict[Operation, bool] = {
-        "release": record.state in {State.QUEUED, State.PROCESSING},
-        "requeue": record.state in {State.PROCESSING, State.INTERRUPTED}
-        and record.message is not None,
-        # Not a COMPLETED one: somebody may have got that value.
-        "complete": known and record.state is not State.COMPLETED,
-        "fail": not record.state.settled,
-        "forget": True,
-    }
-    return tuple(each for each in OPERATIONS if possible[each])
+def offered(app: AnyCelery, record: Record) -> tuple[Operation, ...]:
+    """Return the operations that mean something for a record, as :meth:`Store.get` returns it."""
+    found = [each for each, meaning in OPERATIONS.items() if meaning.applies(record)]
+    if definition_of(app, record.identity.namespace, load=True) is None and "complete" in found:
+        found.remove("complete")  # only a task of this app can write a value
+    return tuple(found)
 
 
-def verdict(operation: Operation, record: Record, now_ms: int, *, known: bool = True) -> Verdict:
+def verdict(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -> Verdict:
     """Say what an operation would do to a record; see :func:`offered`."""
-    if operation not in offered(record, known=known):
+    if operation not in offered(app, record):
         return "skip"
     return "held" if is_live(record, now_ms) else "apply"
-
-
-def may_repeat(operation: Operation, state: State) -> bool:
-    """May something that took effect before be done a second time because of this operation?"""
-    return operation in {"release", "requeue", "forget"} and state is not State.QUEUED
 
 
 # -- to do it ----------------------------------------------------------------------------------------------------------
@@ -221,11 +191,11 @@ def operate(
     """
     if (request.operation == "complete") is (request.value is None):
         raise ValueError("complete takes a value, and nothing else does")
-    store = get_store(app)
+    store, meaning = get_store(app), OPERATIONS[request.operation]
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):
         return Outcome.CHANGED
-    if request.operation not in offered(record):
+    if not meaning.applies(record):
         return Outcome.CHANGED
     live = is_live(record, store.now_ms())
     if live and not request.force:
@@ -233,7 +203,7 @@ def operate(
     message = f"{request.operation.capitalize()}: it may have been done"
     try:
         outcome = _execute(app, store, request, record)
-        message = OPERATIONS[request.operation].done.capitalize()
+        message = meaning.done.capitalize()
         if outcome is Outcome.UNSENT:
             message += " (its message is not published yet)"
         elif outcome is Outcome.CHANGED:
@@ -257,7 +227,7 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
     if request.force and not request.reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
     store, operation = get_store(app), request.operation
-    while (record := store.get(identity)) is not None and operation in offered(record):
+    while (record := store.get(identity)) and OPERATIONS[operation].applies(record):
         outcome = operate(app, identity, request, token=record.token, state=record.state)
         if outcome is Outcome.LIVE:
             raise InProgress(
@@ -276,36 +246,35 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
 
 def operate_on_each(
     app: Celery, request: OperationRequest, records: Iterable[SeenT]
-) -> Iterator[Ended[SeenT]]:
-    """Operate on one record after the other; each is yielded as soon as it is done.
+) -> Iterator[tuple[SeenT, Outcome | None, str]]:
+    """Operate on one record after the other; yield it with its outcome, or ``None`` and the trouble.
 
     A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
     """
-    silent, operation = 0, request.operation
+    silent = 0
     for record in records:
+        about = request.operation, record.identity
         try:
             outcome = operate(app, record.identity, request, token=record.token, state=record.state)
-        except IdempotencyError as error:  # noqa: PERF203  each by itself
-            logger.warning("idempotency: %s of %s failed: %s", operation, record.identity, error)
-            yield Ended(record, None, str(error))
+        except IdempotencyError as error:
+            logger.warning("idempotency: %s of %s failed: %s", *about, error)
+            yield record, None, str(error)
             silent += 1
             if silent == _SILENT:
                 return
         except Exception as error:  # a fault that concerns one record
-            logger.exception("idempotency: %s of %s failed", operation, record.identity)
-            yield Ended(record, None, f"{type(error).__name__}. The log says more.")
+            logger.exception("idempotency: %s of %s failed", *about)
+            yield record, None, f"{type(error).__name__}. The log says more."
         else:
             silent = 0
-            yield Ended(record, outcome)
+            yield record, outcome, ""
 
 
 def _audit(identity: Identity, request: OperationRequest, message: str, live: bool) -> None:
     """Write an entry; an incident does not wait for a log that fails, and its outcome stays what it is."""
-    if not request.who:
-        return
     message += ", forced on a live owner" if live else ""
     message += f". Reason: {request.reason}" if request.reason else ""
-    for write_entry in audit_logs:
+    for write_entry in audit_logs if request.who else ():
         try:
             write_entry(identity, request, message)
         except Exception as error:  # noqa: BLE001, PERF203  a database fails in its own ways
@@ -314,17 +283,17 @@ def _audit(identity: Identity, request: OperationRequest, message: str, live: bo
 
 def _execute(app: Celery, store: Store, request: OperationRequest, record: Record) -> Outcome:
     identity, token, note = record.identity, record.token, request.note
-    outcome, state, error = signals.settled, None, None
+    signal, error = signals.settled, None
+    state: State | None = None
+    done: Record | bool | None
     match request.operation:
         case "release":
-            outcome, state = signals.released, State.INTERRUPTED if record.steps else None
+            signal, state = signals.released, State.INTERRUPTED if record.steps else None
             done = store.release(identity, token=token, note=note)
-            done = done or _find_done(store, record, state, note) is not None
-        case "forget":
-            outcome = signals.forgotten
-            # The state, too: a run that completed a moment ago is not what was seen.
-            done = store.forget(identity, token=token, state=record.state)
-            done = done or _find_done(store, record, None, note) is not None
+        case "requeue":
+            signal, state = signals.requeued, State.QUEUED
+            # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
+            done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
         case "complete":
             state = State.COMPLETED
             done = sweep.end_record(app, store, record, request.value, note=note)
@@ -332,19 +301,22 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
             state = State.FAILED
             error = FailedByOperator(f"{identity} was settled as failed by an operator.")
             done = sweep.end_record(app, store, record, error, note=note)
-        case "requeue":
-            # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-            queued = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
-            # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
-            queued = queued or _find_done(store, record, State.QUEUED, note)
-            if queued is None:
-                return Outcome.CHANGED
-            sent = sweep.send_again(app, store, queued, **request.details)
-            return Outcome.DONE if sent else Outcome.UNSENT
+        case "forget":
+            signal = signals.forgotten
+            # The state, too: a run that completed a moment ago is not what was seen.
+            done = store.forget(identity, token=token, state=record.state)
+    done = done or _find_done(store, record, state, note)
     if not done:
         return Outcome.CHANGED
-    details: Details = {**request.details, "state": state, "error": error}
-    sweep.report_record(app, store, outcome, record, **details)
+    past = "forgot" if signal is signals.forgotten else OPERATIONS[request.operation].done
+    line = Line(logging.WARNING, f"%(who)s {past} %(identity)s%(why)s")
+    details: Details = {"who": request.who, "reason": request.reason, "line": line}
+    if isinstance(done, Record) and signal is signals.requeued:
+        # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
+        sent = sweep.send_again(app, store, done, **details)
+        return Outcome.DONE if sent else Outcome.UNSENT
+    details = {**details, "state": state, "error": error}
+    sweep.report_record(app, store, signal, record, **details)
     return Outcome.DONE
 
 

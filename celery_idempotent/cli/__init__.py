@@ -9,29 +9,35 @@ from importlib import import_module
 
 import click
 
+from celery_idempotent import errors
+
 __all__ = ["idempotency"]
 
-_LOOK = ("list", "show", "explain", "stats")
-_OPERATE = ("release", "requeue", "complete", "fail", "forget")
-_KEEP_UP = ("sweep", "prune", "check")
+
+class _UnreachableError(click.ClickException):
+    exit_code = 3
 
 
 class _Group(click.Group):
-    """Imports the commands when one is asked for."""
+    """Imports the commands when one is asked for; what they may raise becomes a message and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names of all commands, in the order of the help."""
-        return [*_LOOK, *_OPERATE, *_KEEP_UP]
+        return list(import_module(f"{__name__}.commands").COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """Return a command by its name."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        module = "operations" if cmd_name in _OPERATE else "looking"
-        command: click.Command = getattr(
-            import_module(f"{__name__}.{module}"), f"{cmd_name}_command"
-        )
-        return command
+        commands: dict[str, click.Command] = import_module(f"{__name__}.commands").COMMANDS
+        return commands.get(cmd_name)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except (errors.StoreUnavailable, errors.StoreMisconfigured) as error:
+            raise _UnreachableError(f"the store cannot be used: {error}") from error
+        except (errors.InvalidOption, errors.InvalidKey) as error:
+            raise click.UsageError(str(error), ctx) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,7 +14,7 @@ from django.test import Client, override_settings
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import finding
-from celery_idempotent.celery.finding import scope_in_words, scope_of_user
+from celery_idempotent.celery.finding import scope_in_words, scopes_of
 from celery_idempotent.celery.story import tell_story
 from celery_idempotent.records import ReserveRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
@@ -260,10 +260,10 @@ def test_a_setting_that_names_no_app_is_said_by_the_checks() -> None:
 def test_completed_records_are_browsed_in_steps_until_all_were_seen(
     store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from celery_idempotent.django.admin import listing
+    from celery_idempotent.django.admin import site
 
-    monkeypatch.setattr(listing, "PER_PAGE", 7)
-    monkeypatch.setattr(listing, "LOOK_AT", 20)
+    monkeypatch.setattr(site, "PER_PAGE", 7)
+    monkeypatch.setattr(finding, "LOOK_AT", 20)
     serve(store)
     wanted = {f"key-{n}" for n in range(30)}
     for key in wanted:
@@ -299,7 +299,7 @@ def test_a_key_is_found_as_people_write_it(
 
 def test_a_scope_is_written_as_it_is_typed(memory: Store, serve: Serve, operator: Client) -> None:
     serve(memory)
-    settle(memory, claim(memory, identity("a", scope=scope_of_user("user 17") or "")))
+    settle(memory, claim(memory, identity("a", scope=scopes_of("user 17")[0])))
     for query in ({}, {"scope": "user 17"}):
         assert " user 17 " in text(operator.get(LIST, query))
     for scope in ("tenant-1", '["user","7"]', '["shop",7]', '["user",7,8]', '["user","a\\"b"]'):
@@ -390,7 +390,7 @@ def test_the_page_of_a_record_names_the_other_scopes_that_have_its_key(
 def test_a_search_that_takes_too_long_is_gone_on_with(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from celery_idempotent.django.admin import listing, site
+    from celery_idempotent.django.admin import site
 
     serve(memory)
     for n in range(5):
@@ -399,8 +399,8 @@ def test_a_search_that_takes_too_long_is_gone_on_with(
     monkeypatch.setattr(site, "ELSEWHERE_SECONDS", -1.0)
     monkeypatch.setattr(finding, "LOOK_AT", 1)
     assert "Not every record was looked at" in text(operator.get(address("order-0")))
-    monkeypatch.setattr(listing, "LOOK_SECONDS", -1.0)
-    monkeypatch.setattr(listing, "LOOK_AT", 2)
+    monkeypatch.setattr(site, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(finding, "LOOK_AT", 2)
     url, scopes = f"{LIST}?key=order-0", set()
     while url:
         page: Any = operator.get(url)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from celery_idempotent import signals
 from celery_idempotent.celery import finding, sweep
-from celery_idempotent.cli import idempotency, looking, session
+from celery_idempotent.cli import commands, idempotency, session
 from celery_idempotent.errors import StoreUnavailable, TooManyCrashes
 from celery_idempotent.records import ReserveRequest, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
@@ -335,7 +335,7 @@ def test_a_search_of_every_scope_ends_in_time_unless_all_of_it_is_asked_for(
 ):
     settle(store, claim(store, "order-1"))
     settle(store, claim(store, identity("order-1", scope="acme")))
-    monkeypatch.setattr(looking, "SCAN_SECONDS", -1.0)
+    monkeypatch.setattr(commands, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(finding, "LOOK_AT", 1)
     cut = run("show", "order-1")
     assert "searched in part: --scan looks at every key" in cut.stderr

@@ -38,7 +38,7 @@ now: int = get_store(app).now_ms()
 metrics.install(app)
 checks.check(app)
 with testing.isolated_records(app) as store:
-    finding.find_task_id(store, "id")
+    finding.find(store, "id", finding.select(app, {"task": "charge"}), [])
 get_store("redis://")  # wrong: reportArgumentType
 """
 

@@ -261,7 +261,7 @@ django.setup()
 from celery_idempotent.django import http, store
 """
 EXTRAS = {
-    "": "from celery_idempotent import *; import celery_idempotent.cli.looking",
+    "": "from celery_idempotent import *; import celery_idempotent.cli.commands",
     "django": DJANGO,
     "rest": f"{DJANGO}import celery_idempotent.django.http.rest, rest_framework",
     "hiredis": "from redis.utils import HIREDIS_AVAILABLE; assert HIREDIS_AVAILABLE",

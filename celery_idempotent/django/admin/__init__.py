@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from celery_idempotent.django.admin.outbox import OutboxAdmin
+from celery_idempotent.django.admin.base import OutboxAdmin
 from celery_idempotent.django.admin.site import IdempotencyRecordAdmin
 from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage
 

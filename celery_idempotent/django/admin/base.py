@@ -58,17 +58,25 @@ def guarded(*methods: str) -> Callable[[PageView], PageView]:
 class ReadOnlyAdmin(Base):
     """Records are made by tasks, and changed by operations, each with a permission."""
 
-    def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
-        """Nobody."""
+    def _nobody(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Nobody."""
-        return False
+    has_add_permission = has_change_permission = has_delete_permission = _nobody
 
-    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Nobody."""
-        return False
+
+class OutboxAdmin(ReadOnlyAdmin):
+    """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
+
+    list_display = ("task", "task_id", "key", "scope", "attempts", "error")
+    list_display_links = None
+    ordering = ("id",)
+    show_full_result_count = False
+
+    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        """Who may see records may see which of them wait for their message."""
+        return request.user.has_perm("celery_idempotent.view_idempotencyrecord")
+
+    has_module_permission = has_view_permission
 
 
 class Pages(ReadOnlyAdmin):
@@ -101,24 +109,18 @@ class Pages(ReadOnlyAdmin):
         """Return a page in the look of the admin."""
         # So that {% url 'admin:index' %} leads to this site, whatever its name.
         vars(request)["current_app"] = self.admin_site.name
-        return TemplateResponse(
-            request,
-            f"admin/celery_idempotent/idempotencyrecord/{page}.html",
-            {
-                **self.admin_site.each_context(request),
-                "opts": self.opts,
-                "list_url": self.address("changelist"),
-                "charts_url": self.address("charts"),
-                **context,
-            },
-            status=status,
-        )
+        about = {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "list_url": self.address("changelist"),
+            "charts_url": self.address("charts"),
+            **context,
+        }
+        template = f"admin/celery_idempotent/idempotencyrecord/{page}.html"
+        return TemplateResponse(request, template, about, status=status)
 
     def gone(self, request: HttpRequest, identity: Identity | None) -> HttpResponse:
         """Say that there is no such record, and what operators did to it when there was."""
-        context = {
-            "title": "No such record",
-            "identity": identity,
-            "log": audit.log_entries(identity) if identity else [],
-        }
+        log = audit.log_entries(identity) if identity else []
+        context = {"title": "No such record", "identity": identity, "log": log}
         return self.render(request, "gone", context, status=404)

@@ -8,26 +8,17 @@ from typing import TYPE_CHECKING
 
 from django import forms
 
-from celery_idempotent.celery.finding import (
-    STATES,
-    namespace_of,
-    scope_in_words,
-    scope_of_user,
-    spellings,
-)
-from celery_idempotent.celery.operations import (
-    LONGEST_REASON,
-    Operation,
-    SeenRecord,
-    may_repeat,
-)
-from celery_idempotent.django.applications import celery_app
+from celery_idempotent.celery.finding import scopes_of, select
+from celery_idempotent.celery.operations import LONGEST_REASON, OPERATIONS, Operation, SeenRecord
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Selection, State, Stored
 
 if TYPE_CHECKING:
+    from celery import Celery
     from django.http import QueryDict
+
+    from celery_idempotent.stores import Store
 
 #: How long ago a record changed its state, for the filter.
 _AGES = {
@@ -38,37 +29,31 @@ _AGES = {
     "30d": ("30 days", timedelta(days=30)),
 }
 
-_STATE_LABELS = {"live": "Live: queued or at work", "stale": "Stale: the lease ran out"}
+_STATES = {"live": "Live: queued or at work", "stale": "Stale: the lease ran out"} | {
+    state.value: state.value for state in State
+}
+
+
+def _text(label: str | None = None, **attributes: str) -> forms.CharField:
+    widget = forms.TextInput(attrs=attributes)
+    return forms.CharField(required=False, max_length=MAX_CHARS, label=label, widget=widget)
 
 
 class FilterForm(forms.Form):
     """Which records to list."""
 
-    state = forms.ChoiceField(
-        required=False,
-        choices=[("", "Any state"), *((word, _STATE_LABELS.get(word, word)) for word in STATES)],
-    )
-    task = forms.CharField(
-        required=False,
-        max_length=MAX_CHARS,
-        strip=True,
-        widget=forms.TextInput(attrs={"list": "idempotency-tasks"}),
-    )
-    scope = forms.CharField(
-        required=False,
-        max_length=MAX_CHARS,
-        strip=True,
-        widget=forms.TextInput(attrs={"placeholder": "tenant-1, or user 17"}),
-    )
+    state = forms.ChoiceField(required=False, choices=[("", "Any state"), *_STATES.items()])
+    task = _text(list="idempotency-tasks")
+    scope = _text(placeholder="tenant-1, or user 17")
     age = forms.ChoiceField(
         required=False,
         label="Last change",
         choices=[
             ("", "Any time"),
-            *((word, f"over {about[0]} ago") for word, about in _AGES.items()),
+            *((age, f"over {text} ago") for age, (text, _) in _AGES.items()),
         ],
     )
-    key = forms.CharField(required=False, max_length=MAX_CHARS, strip=True, label="Key, or task id")
+    key = _text("Key, or task id")
     cursor = forms.RegexField(
         r"\A[a-z]?:?[0-9a-f:]*\Z",
         error_messages={"invalid": "This is no place in the list: start again."},
@@ -80,50 +65,36 @@ class FilterForm(forms.Form):
         required=False, min_value=0, max_value=10**12, widget=forms.HiddenInput
     )
 
-    def clean_task(self) -> str:
-        """Return the namespace of the task or view of this name; another name is taken for a namespace."""
-        name: str = self.cleaned_data["task"]
-        return (name and namespace_of(celery_app(), name)) or name
-
     def clean_scope(self) -> str:
-        """Return the scope as a record has it: ``user 17`` stands for what that user sent over HTTP."""
+        """Refuse what is no scope."""
         scope: str = self.cleaned_data["scope"]
         try:
-            return scope_of_user(scope) or scope
+            scopes_of(scope)
         except InvalidKey:
             raise forms.ValidationError("No user has such a primary key.") from None
-
-    def selection(self, now_ms: int) -> Selection:
-        """Return what was chosen, ``now_ms`` by the store's clock."""
-        chosen = self.cleaned_data
-        age = _AGES.get(chosen["age"])
-        return Selection(
-            states=STATES.get(chosen["state"], frozenset()),
-            stale=chosen["state"] == "stale",
-            namespace=chosen["task"] or None,
-            scopes=frozenset({chosen["scope"]} if chosen["scope"] else ()),
-            keys=frozenset(spellings(chosen["key"]) if chosen["key"] else ()),
-            before_ms=None if age is None else now_ms - age[1] // timedelta(milliseconds=1),
-        )
+        return scope
 
     def chosen(self) -> dict[str, str]:
         """Return what was chosen, for an address; without the place in the list."""
         names = ("state", "task", "scope", "age", "key")
-        found = {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
-        if "scope" in found:
-            found["scope"] = scope_in_words(found["scope"])
-        return found
+        return {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
+
+    def selection(self, app: Celery, store: Store) -> Selection:
+        """Return what was chosen."""
+        age = self.cleaned_data["age"]
+        ago_ms = _AGES[age][1] // timedelta(milliseconds=1) if age else 0
+        return select(app, self.chosen(), before_ms=store.now_ms() - ago_ms if age else None)
 
 
-def _shown_again(completed: int, ran: int, of: int) -> str:
+def _shown_again(ran: Sequence[State], of: int) -> str:
     """Return what has to be known: how many of the records took effect, and how many others may have."""
-    perhaps = ran - completed
+    completed = ran.count(State.COMPLETED)
     if of == 1:
         took = "It took effect" if completed else "It may have taken effect"
         return f"{took}: I know that it may be done a second time."
-    parts = [f"{completed} took effect"] if completed else []
-    parts += [f"{perhaps} may have taken effect"] if perhaps else []
-    return f"{', '.join(parts)}, of {of} records: I know that they may be done a second time."
+    counts = {"took effect": completed, "may have taken effect": len(ran) - completed}
+    parts = ", ".join(f"{count} {text}" for text, count in counts.items() if count)
+    return f"{parts}, of {of} records: I know that they may be done a second time."
 
 
 class OperationForm(forms.Form):
@@ -133,9 +104,7 @@ class OperationForm(forms.Form):
     the operation takes one.
     """
 
-    value = forms.CharField(
-        label="Value, in JSON", strip=True, widget=forms.Textarea(attrs={"rows": 3})
-    )
+    value = forms.CharField(label="Value, in JSON", widget=forms.Textarea(attrs={"rows": 3}))
     again = forms.BooleanField(
         error_messages={"required": "If you know that, say so here; else take a look first."}
     )
@@ -144,10 +113,7 @@ class OperationForm(forms.Form):
         error_messages={"required": "To take the key away from its owner, say so here."},
     )
     reason = forms.CharField(
-        required=False,
-        max_length=LONGEST_REASON,
-        strip=True,
-        widget=forms.Textarea(attrs={"rows": 3}),
+        required=False, max_length=LONGEST_REASON, widget=forms.Textarea(attrs={"rows": 3})
     )
 
     def __init__(
@@ -161,25 +127,18 @@ class OperationForm(forms.Form):
     ) -> None:
         super().__init__(data)
         self._read = read
-        if read is None:
-            del self.fields["value"]
-        ran = [mark.state for mark in marks if may_repeat(operation, mark.state)]
-        if ran:
-            self.fields["again"].label = _shown_again(
-                ran.count(State.COMPLETED), len(ran), len(marks)
-            )
-            self.fields["reason"].required = True
-        else:
-            del self.fields["again"]
-        self.fields["force"].label = (
-            f"{operation.capitalize()} also those with a live owner ({live})"
-            if marks
-            else f"{operation.capitalize()} although the owner is live"
+        states = [mark.state for mark in marks] if OPERATIONS[operation].repeats else []
+        ran = [state for state in states if state is not State.QUEUED]
+        must_force = live > 0 and not marks  # without force there is nothing to do
+        self.fields["again"].label = _shown_again(ran, len(marks))
+        self.fields["force"].required = must_force
+        self.fields["force"].label = f"{operation.capitalize()} " + (
+            f"also those with a live owner ({live})" if marks else "although the owner is live"
         )
-        if not live:
-            del self.fields["force"]
-        elif not marks:  # without force there is nothing to do
-            self.fields["reason"].required = self.fields["force"].required = True
+        self.fields["reason"].required = must_force or bool(ran)
+        for name, wanted in {"value": read, "again": ran, "force": live}.items():
+            if not wanted:
+                del self.fields[name]
 
     def clean_value(self) -> Stored | None:
         """Return the value as the task would write it."""

@@ -8,7 +8,6 @@ operated on only if the person says so, whatever became of their owners meanwhil
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from celery_idempotent.celery.operations import (
     ON_MANY,
     OPERATIONS,
-    OUTCOMES,
     Operation,
     OperationRequest,
     Outcome,
@@ -28,21 +26,26 @@ from celery_idempotent.celery.operations import (
     operate_on_each,
     verdict,
 )
-from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.admin.audit import parse, unparse
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
-from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import Store, get_store
 
-#: In which order a question shows verdicts.
-_ORDER: tuple[Verdict, ...] = ("apply", "held", "skip")
+#: So many records make a page.
+PER_PAGE = 50
+
+#: What becomes of a record, in the order in which a question shows it.
+_VERDICTS: dict[Verdict, str] = {
+    "apply": "Will be {0.done}.",
+    "held": "Left alone unless forced: its owner is live.",
+    "skip": "Left alone: {0.refusal}",
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Mark:
     """A record as it was shown: what stands behind its box in the list. Nothing is done to it once it has changed."""
 
@@ -109,11 +112,11 @@ class OperationPages(Pages):
         back = self.address("changelist") + (f"?{query}" if query else "")
         if request.method == "GET":
             return HttpResponseRedirect(back)  # after a login in between
-        operation = next((each for each in ON_MANY if each == request.POST.get("operation")), None)
-        if operation is None:
-            return _back_with(request, back, "No action selected. Nothing was done.")
-        self._permit(request, operation)
-        return self._operate(request, operation, back)
+        for operation in ON_MANY:
+            if operation == request.POST.get("operation"):
+                self._permit(request, operation)
+                return self._operate(request, operation, back)
+        return _back_with(request, back, "No action selected. Nothing was done.")
 
     def _permit(self, request: HttpRequest, operation: Operation) -> None:
         """Refuse a person without the permission of this operation."""
@@ -126,17 +129,16 @@ class OperationPages(Pages):
         marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
         if not marks and not live:
             return _back_with(request, back, "No record selected. Nothing was done.")
-        if len(marks) + len(live) > (1 if operation == "complete" else PER_PAGE):
+        if len(marks) + len(live) > (PER_PAGE if operation in ON_MANY else 1):
             return _back_with(request, back, f"Select {PER_PAGE} records at most.")
         if not post.get("confirmed"):
             return self._question(request, operation, marks, back)
         form = _form(operation, marks, live, request)
         if not form.is_valid():
             return self._question(request, operation, [*marks, *live], back, form)
-        force = form.cleaned_data.get("force", False)
-        self._execute(request, operation, marks, form, force=False)
-        if force:
-            self._execute(request, operation, live, form, force=True)
+        _execute(request, operation, marks, form, force=False)
+        if form.cleaned_data.get("force", False):
+            _execute(request, operation, live, form, force=True)
         elif live:
             messages.warning(request, f"{len(live)} left alone: the owner is live.")
         return HttpResponseRedirect(back)
@@ -153,26 +155,24 @@ class OperationPages(Pages):
         store = get_store(celery_app())
         now_ms = store.now_ms()
         lines = [self._plan(store, operation, mark, now_ms) for mark in marks]
-        lines.sort(key=lambda line: _ORDER.index(line.verdict))
-        counts = Counter(line.verdict for line in lines)
-        if len(lines) == counts["skip"] == 1:
+        by_verdict = {each: [line for line in lines if line.verdict == each] for each in _VERDICTS}
+        apply, held, skip = by_verdict.values()
+        if len(lines) == len(skip) == 1:
             return _back_with(request, back, f"Nothing was done. {lines[0].text}")
-        by_verdict = {
-            each: [line.mark for line in lines if line.verdict == each] for each in _ORDER
-        }
         context = {
             "title": f"{operation.capitalize()}: are you sure?",
             "operation": operation,
             "effect": OPERATIONS[operation].effect,
             "back": back,
-            "lines": lines,
-            "doing": counts["apply"],
-            "live": counts["held"],
-            "left": counts["skip"],
+            "lines": [*apply, *held, *skip],
+            "doing": len(apply),
+            "live": len(held),
+            "left": len(skip),
             "one": len(lines) == 1,
-            "form": form or _form(operation, by_verdict["apply"], by_verdict["held"]),
+            "form": form
+            or _form(operation, [line.mark for line in apply], [line.mark for line in held]),
         }
-        return self.render(request, "operation", context, status=200 if form is None else 400)
+        return self.render(request, "operation", context, status=400 if form else 200)
 
     def _plan(self, store: Store, operation: Operation, mark: Mark, now_ms: int) -> PlanLine:
         """Say what an operation would do to the record that a mark stands for."""
@@ -183,58 +183,44 @@ class OperationPages(Pages):
         elif Mark.of(record) != mark:
             text = "Left alone: it has changed since it was shown."
         else:
-            known = definition_of(celery_app(), mark.identity.namespace, load=True) is not None
-            found = verdict(operation, record, now_ms, known=known)
-            text = {
-                "skip": f"Left alone: {OPERATIONS[operation].refusal}",
-                "held": "Left alone unless forced: its owner is live.",
-                "apply": f"Will be {OPERATIONS[operation].done}.",
-            }[found]
-        return PlanLine(
-            mark=mark,
-            verdict=found,
-            text=text,
-            address=self.address_of(mark.identity),
-            record=record,
-            stale=record is not None and record.stale(now_ms),
-        )
+            found = verdict(celery_app(), operation, record, now_ms)
+            text = _VERDICTS[found].format(OPERATIONS[operation])
+        stale = record is not None and record.stale(now_ms)
+        return PlanLine(mark, found, text, self.address_of(mark.identity), record, stale)
 
-    def _execute(
-        self,
-        request: HttpRequest,
-        operation: Operation,
-        marks: Sequence[Mark],
-        form: OperationForm,
-        *,
-        force: bool,
-    ) -> None:
-        """Operate on one record after the other, as far as the store answers, and tell each outcome."""
-        wanted = OperationRequest(
-            operation,
-            who=request.user.get_username(),
-            reason=form.cleaned_data["reason"],
-            force=force,
-            value=form.cleaned_data.get("value"),
-        )
-        done, word = [], OPERATIONS[operation].done.capitalize()
-        ended = list(operate_on_each(celery_app(), wanted, marks))
-        for each in ended:
-            identity = each.record.identity
-            match each.outcome:
-                case None:
-                    text = f"Not known whether it was done: {identity}. {each.trouble}"
-                    messages.error(request, text)
-                case Outcome.DONE:
-                    done.append(identity)
-                case Outcome.UNSENT:
-                    messages.warning(request, f"{OUTCOMES[each.outcome]} ({identity})")
-                case _:
-                    messages.error(request, f"{OUTCOMES[each.outcome]} ({identity})")
-        if done:
-            which = f"{len(done)} of {len(marks)}" if len(marks) > 1 else done[0]
-            messages.success(request, f"{word}: {which}.")
-        if untried := len(marks) - len(ended):
-            messages.error(request, f"{untried} not tried: the store does not answer.")
+
+def _execute(
+    request: HttpRequest,
+    operation: Operation,
+    marks: Sequence[Mark],
+    form: OperationForm,
+    *,
+    force: bool,
+) -> None:
+    """Operate on one record after the other, as far as the store answers, and tell each outcome."""
+    wanted = OperationRequest(
+        operation,
+        who=request.user.get_username(),
+        reason=form.cleaned_data["reason"],
+        force=force,
+        value=form.cleaned_data.get("value"),
+    )
+    done, untried = [], len(marks)
+    for mark, outcome, trouble in operate_on_each(celery_app(), wanted, marks):
+        untried -= 1
+        if outcome is Outcome.DONE:
+            done.append(mark.identity)
+        elif outcome is None:
+            text = f"Not known whether it was done: {mark.identity}. {trouble}"
+            messages.error(request, text)
+        else:
+            level = messages.WARNING if outcome is Outcome.UNSENT else messages.ERROR
+            messages.add_message(request, level, f"{outcome.value} ({mark.identity})")
+    if done:
+        which = f"{len(done)} of {len(marks)}" if len(marks) > 1 else done[0]
+        messages.success(request, f"{OPERATIONS[operation].done.capitalize()}: {which}.")
+    if untried:
+        messages.error(request, f"{untried} not tried: the store does not answer.")
 
 
 def _form(
@@ -244,15 +230,10 @@ def _form(
     request: HttpRequest | None = None,
 ) -> OperationForm:
     read = None
-    if operation == "complete":
+    if operation not in ON_MANY:
         read = functools.partial(value_from_json, celery_app(), (*marks, *live)[0].identity)
-    return OperationForm(
-        None if request is None else request.POST,
-        operation=operation,
-        marks=marks,
-        live=len(live),
-        read=read,
-    )
+    data = None if request is None else request.POST
+    return OperationForm(data, operation=operation, marks=marks, live=len(live), read=read)
 
 
 def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
-from celery_idempotent.celery.finding import find_key_anywhere, task_name
+from celery_idempotent.celery.finding import find, look, task_name
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.celery.story import (
@@ -25,14 +26,13 @@ from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.charts import HOURS, charts
 from celery_idempotent.django.admin.forms import FilterForm
-from celery_idempotent.django.admin.listing import list_page
-from celery_idempotent.django.admin.operations import Mark, OperationPages
+from celery_idempotent.django.admin.operations import PER_PAGE, Mark, OperationPages
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.messages import read_response
 from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.http.responses import CONTENT_TYPE, REPLAYED
-from celery_idempotent.records import Record
+from celery_idempotent.records import Page, Record, Selection
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
 
@@ -40,11 +40,12 @@ if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
 
-#: So many names of tasks are suggested, and so many tasks have a chart: the busiest.
-_SUGGESTED, CHARTS = 200, 50
+#: So many tasks are asked for a key before every scope is searched; so many names of tasks are suggested, and so many
+#: tasks have a chart: the busiest.
+_ASKED, _SUGGESTED, CHARTS = 30, 200, 50
 
-#: So many seconds the page of a record looks for the same key elsewhere.
-ELSEWHERE_SECONDS = 0.2
+#: So many seconds the list looks for a key in every scope, and the page of a record for the same key elsewhere.
+LOOK_SECONDS, ELSEWHERE_SECONDS = 5.0, 0.2
 
 
 class ListedRecord(NamedTuple):
@@ -63,42 +64,42 @@ class IdempotencyRecordAdmin(OperationPages):
 
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
-        name = f"{self.opts.app_label}_{self.opts.model_name}"
-        wrap = self.admin_site.admin_view
-        return [
-            path("", wrap(self.changelist_view), name=f"{name}_changelist"),
-            path("charts/", wrap(self.charts_view), name=f"{name}_charts"),
-            path("bulk/", wrap(self.bulk_view), name=f"{name}_bulk"),
-            *(
-                path(
-                    f"<path:object_id>/{operation}/",
-                    wrap(functools.partial(self.operation_view, operation=operation)),
-                    name=f"{name}_{operation}",
+        views: dict[str, tuple[str, Any]] = {
+            "changelist": ("", self.list_view),
+            "charts": ("charts/", self.charts_view),
+            "bulk": ("bulk/", self.bulk_view),
+            **{
+                each: (
+                    f"<path:object_id>/{each}/",
+                    functools.partial(self.operation_view, operation=each),
                 )
-                for operation in OPERATIONS
-            ),
-            path("<path:object_id>/change/", wrap(self.change_view), name=f"{name}_change"),
+                for each in OPERATIONS
+            },
+            "change": ("<path:object_id>/change/", self.record_view),
+        }
+        prefix = f"{self.opts.app_label}_{self.opts.model_name}"
+        return [
+            path(route, self.admin_site.admin_view(view), name=f"{prefix}_{name}")
+            for name, (route, view) in views.items()
         ]
 
     @guarded("GET")
-    def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, object] | None = None
-    ) -> HttpResponse:
+    def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
-        app = celery_app()
-        tasks = _known_namespaces(app)
-        form = FilterForm(request.GET)
-        listing, more, rows = None, "", []
+        app, form = celery_app(), FilterForm(request.GET)
+        tasks = list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
+        page, rows, chosen, more = None, [], {}, ""
         if form.is_valid():
+            chosen = form.chosen()
             try:
-                listing = list_page(get_store(app), form, tasks)
+                page = _list(app, form, tasks)
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
-        if listing is not None:
-            rows = [self._row(app, each, listing.now_ms) for each in listing.records]
-            if listing.cursor:
-                place = {"cursor": listing.cursor, "looked_at": str(listing.looked_at)}
-                more = "?" + urlencode({**form.chosen(), **place})
+        if page is not None:
+            rows = [self._row(app, each, page.now_ms) for each in page.records]
+            if page.cursor:
+                place = {"cursor": page.cursor, "looked_at": str(page.looked_at)}
+                more = "?" + urlencode({**chosen, **place})
         query = request.GET.urlencode()
         context = {
             "title": "Idempotency records",
@@ -107,14 +108,13 @@ class IdempotencyRecordAdmin(OperationPages):
             ],
             "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
-            "listing": listing,
+            "listing": page,
             "rows": rows,
             "more": more,
             "tasks": tasks[:_SUGGESTED],
             "started": bool(request.GET.get("cursor")),
-            "restart": "?" + urlencode(form.chosen()) if form.is_valid() else "?",
-            "filtered": form.is_valid() and bool(form.chosen()),
-            **(extra_context or {}),
+            "restart": "?" + urlencode(chosen),
+            "filtered": bool(chosen),
         }
         return self.render(request, "list", context, status=200 if form.is_valid() else 400)
 
@@ -129,52 +129,43 @@ class IdempotencyRecordAdmin(OperationPages):
         )
 
     @guarded("GET")
-    def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",  # noqa: ARG002
-        extra_context: dict[str, object] | None = None,
-    ) -> HttpResponse:
+    def record_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Show one record; nothing can be changed here."""
-        identity = self.identity_of(object_id)
-        if identity is None:
-            return self.gone(request, None)
-        app = celery_app()
+        app, identity = celery_app(), self.identity_of(object_id)
         store = get_store(app)
-        record = store.get(identity)
-        if record is None:
+        record = store.get(identity) if identity else None
+        if identity is None or record is None:
             return self.gone(request, identity)
-        known = definition_of(app, identity.namespace, load=True) is not None
         may_see = self.may(request, "view_result")
-        others = find_key_anywhere(store, [identity.key], seconds=ELSEWHERE_SECONDS)
-        now_ms = store.now_ms()
+        same_key = Selection(keys=frozenset({identity.key}))
+        others = look(store, same_key, seconds=ELSEWHERE_SECONDS)
         context = {
             "title": "Idempotency record",
             "subtitle": str(identity),
             "story": tell_story(app, store, record, errors=may_see),
             "record": record,
-            "stale": record.stale(now_ms),
+            "stale": record.stale(others.now_ms),
             "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
             "steps": [(name, len(stored.body)) for name, stored in record.steps],
             "identity": identity,
             "task": task_name(app, identity),
-            "known": known,
+            "known": definition_of(app, identity.namespace, load=True) is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
             "value": _show_value(app, record) if may_see and record.state.settled else None,
             "buttons": [
                 (each, self.address_of(identity, each))
-                for each in offered(record, known=known)
+                for each in offered(app, record)
                 if self.may(request, f"{each}_record")
             ],
             "elsewhere": [
-                self._row(app, each, now_ms) for each in others.records if each.identity != identity
+                self._row(app, each, others.now_ms)
+                for each in others.records
+                if each.identity != identity
             ],
-            "search_url": others.cut
+            "search_url": others.cursor
             and f"{self.address('changelist')}?{urlencode({'key': identity.key})}",
             "log": audit.log_entries(identity),
-            **(extra_context or {}),
         }
         return self.render(request, "record", context)
 
@@ -198,9 +189,36 @@ class IdempotencyRecordAdmin(OperationPages):
         return self.render(request, "charts", context)
 
 
-def _known_namespaces(app: Celery) -> list[str]:
-    """Return what keys may be for: views, of which there are few, and tasks."""
-    return list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
+def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
+    """Return the page that a valid form asks for, its newest records first, with all keys seen since the list began.
+
+    Raises:
+        ValueError: for a cursor of another list.
+    """
+    store, chosen = get_store(app), form.cleaned_data
+    selection = form.selection(app, store)
+    page = look(
+        store,
+        selection,
+        cursor=chosen["cursor"],
+        limit=PER_PAGE,
+        enough=1 if selection.keys else 0,  # few records have a key
+        seconds=LOOK_SECONDS,
+    )
+    records = list(page.records)
+    if chosen["key"] and not chosen["cursor"]:
+        records += find(store, chosen["key"], selection, namespaces[:_ASKED])
+    others = replace(selection, keys=frozenset())  # a task id is no key
+    over = page.now_ms if chosen["state"] == "live" else -1  # no store looks for live records alone
+    kept = {
+        each.identity: each
+        for each in records
+        if others.includes(each, page.now_ms)
+        and (each.deadline_ms is None or each.deadline_ms > over)
+    }
+    newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
+    looked_at = (chosen["looked_at"] or 0) + page.looked_at
+    return replace(page, records=tuple(newest), looked_at=looked_at)
 
 
 def _show_value(app: Celery, record: Record) -> Shown:

@@ -11,6 +11,7 @@ from django.utils.safestring import SafeString, mark_safe
 from celery_idempotent.celery.finding import scope_in_words
 
 register = template.Library()
+register.filter("scope_words", scope_in_words)
 
 _BREAKS = re.compile(r"(?<=[._/:])")
 
@@ -20,12 +21,6 @@ def breakable(name: str) -> SafeString:
     """Let a long name break behind its dots and underscores, rather than anywhere."""
     parts = _BREAKS.split(str(name))
     return mark_safe("<wbr>".join(map(conditional_escape, parts)))  # noqa: S308  escaped before
-
-
-@register.filter
-def scope_words(scope: str) -> str:
-    """Return a scope as people write it."""
-    return scope_in_words(scope)
 
 
 @register.filter

@@ -1,0 +1,527 @@
+"""The commands: to look at records, to operate on one or on all that are selected, and to keep them up.
+
+An operation goes this way, and is done to each record as it was found, by its token and its state::
+
+    find ─ sort: apply, held, skip ─ preview ─ ask ─ do each ─ summary, exit code
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from click import Argument, Option
+from click.exceptions import Exit
+
+from celery_idempotent.celery import finding, story
+from celery_idempotent.celery.checks import check
+from celery_idempotent.celery.operations import (
+    LONGEST_REASON,
+    ON_MANY,
+    OPERATIONS,
+    Operation,
+    OperationRequest,
+    Outcome,
+    operate_on_each,
+    verdict,
+)
+from celery_idempotent.celery.sweep import SWEEP, sweep
+from celery_idempotent.cli import session
+from celery_idempotent.cli.session import COMMANDS, FOUND, UNREACHABLE, command, note, write
+from celery_idempotent.records import Record, Selection
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from django.db.models import QuerySet
+
+    from celery_idempotent.django.models import OutboxMessage
+
+__all__ = ["COMMANDS"]
+
+#: The columns of the table of counts: what ran, what did not have to run again, what needs somebody.
+_OUTCOMES = {
+    "RUNS": ("claimed",),
+    "RELEASED": ("released",),
+    "FAILED": ("failed",),
+    "REPLAYS": ("replayed",),
+    "CONFLICTS": ("conflicted",),
+    "MISMATCHES": ("mismatched",),
+    "CRASHES": ("interrupted", "requeued"),
+    "LOST": ("lease_lost", "settle_failed", "store_failed"),
+}
+
+#: So many seconds are spent on a look for the same key in other scopes, unless --scan asks for all of it.
+SCAN_SECONDS = 10.0
+
+#: The finding that the store does not answer.
+_STORE_DOWN = "E006"
+
+#: So many records are shown as a sample of all that an operation is about.
+_SAMPLE = 5
+
+
+@command(
+    "list",
+    "list --state stale",
+    "list --task shop.charge --state FAILED --since 10m",
+    "list --key order-17",
+    params=[*session.MANY, session.number("limit", 50, "So many records at most.")],
+)
+def _list(app: Celery, limit: int, as_json: bool, **given: Any) -> None:
+    """List records: the unfinished and the failed ones, or those of a --state.
+
+    COMPLETED records have no index: to list them (--key, --scope, --state any), keys are looked at one after the
+    other, until --limit is reached.
+    """
+    selection = session.selection_of(app, **given)
+    page = finding.look(get_store(app), selection, enough=limit)
+    found = page.records[:limit]
+    if found:
+        session.write_records(app, found, page.now_ms, as_json=as_json)
+    else:
+        note("No such records. COMPLETED ones are listed with --state COMPLETED.")
+    if len(found) == limit:
+        note(f"The first {limit}. There may be more: --limit takes a larger number.")
+
+
+@command(
+    "show",
+    "show order-17 --task shop.charge",
+    "explain 7d0b0a5e-5d3c-4f4e-9c0e-1f6f5a4f2c11",
+    params=[
+        Argument(["key"]),
+        *session.ONE,
+        Option(["--scan"], is_flag=True, help="Look at every key, however long that takes."),
+        Option(["--value"], is_flag=True, help="Also the result or error: it may hold secrets."),
+    ],
+)
+def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given: Any) -> None:
+    """Say why KEY is as it is: what happened, what happens next, what can be done.
+
+    Without --scope, every scope is searched for KEY, for ten seconds or (--scan) to the end. KEY may also be the id of
+    a task, as it stands in a log: a completed record is found by it with --scan. --json has every field of the record.
+    """
+    record, others, cut = _find(app, key, scan=scan, **given)
+    store = get_store(app)
+    told, now_ms = story.tell_story(app, store, record), store.now_ms()
+    shown = story.show_value(app, record) if value else None
+    text = shown and (shown.text or shown.trouble)
+    if as_json:
+        fields = ("reserved", "delivered", "replaced", "on_stale")
+        about = session.object_of(app, record, now_ms) | {
+            "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
+            **{name: getattr(record, name) for name in fields},
+            "message": record.message is not None,
+            "steps": [name for name, _ in record.steps],
+            "explanation": asdict(told) | {"choices": [each._asdict() for each in told.choices]},
+            "elsewhere": [session.object_of(app, each, now_ms) for each in others],
+        }
+        write(True, about | ({"value": text} if value else {}), "")
+    else:
+        _write_story(app, told, record)
+        if value:
+            click.echo(f"\nValue\n{text}")
+        if others:
+            click.echo("\nThe same key elsewhere")
+            session.write_records(app, others, now_ms)
+    if cut:
+        note("Other scopes were searched in part: --scan looks at every key.")
+
+
+COMMANDS["explain"] = COMMANDS["show"]
+
+
+def _find(
+    app: Celery,
+    text: str,
+    *,
+    task: str | None,
+    scope: str | None,
+    scan: bool = False,
+    elsewhere: bool = True,
+) -> tuple[Record, Sequence[Record], bool]:
+    """Return the record that is meant, those of the same key elsewhere, and whether there may be more of these.
+
+    If there is none, or several are meant, that is said and ends the command. ``elsewhere``: look for the others also
+    if the key was found where it was expected.
+    """
+    if not text:
+        raise click.UsageError("KEY is empty.")
+    named = session.selection_of(app, task=task, scope=scope)
+    store = get_store(app)
+    meant = finding.find(store, text, named, session.known_namespaces(app))
+    others: list[Record] = []
+    cut = False
+    if not scope and (not meant or (elsewhere and len(meant) == 1)):
+        keys = finding.spellings(meant[0].identity.key if meant else text)
+        page = finding.look(
+            store,
+            replace(named, states=frozenset(), keys=frozenset(keys)),
+            task_id=text if scan and not meant else "",
+            seconds=math.inf if scan else SCAN_SECONDS,
+        )
+        cut, known = bool(page.cursor), {record.identity for record in meant}
+        others = [each for each in page.records if each.identity not in known]
+        if not meant and len(others) == 1:
+            meant, others = finding.read_whole(store, [others[0].identity]), []
+    if len(meant) == 1:
+        return meant[0], others, cut
+    if several := [*meant, *others]:
+        note(f"{text} is a key of {len(several)} records: say which one by --task or --scope.")
+        session.write_records(app, several, store.now_ms())
+    else:
+        where = f"{task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
+        _write_story(app, story.tell_absence(f"{text} in {where}"))
+        if not scan:
+            note("Not every record was looked at, nor every task id: `show --scan` does.")
+    raise Exit(FOUND)
+
+
+def _write_story(app: Celery, told: story.Story, record: Record | None = None) -> None:
+    session.paragraph(told.headline, bold=True)
+    for title, sentences in (("So far", told.past), ("Next", told.future)):
+        if sentences and told.future:
+            click.echo(f"\n{title}")
+        for each in sentences:
+            session.paragraph(each, indent="  - ")
+    if record is None:
+        return
+    click.echo("\nWhat you can do")
+    if told.live:
+        session.paragraph("wait. Or, with --force and a --reason:", indent="  - ")
+    for choice in told.choices:
+        session.paragraph(f"{choice.operation} {choice.effect} {choice.cost}", indent="  - ")
+    identity = record.identity
+    words = [identity.key, "--task", finding.task_name(app, identity)]
+    words += ["--scope", identity.scope] if identity.scope else []
+    named = click.get_current_context().find_root().params.get("app")
+    proj = named if isinstance(named, str) else "proj"
+    click.echo(f"\n  celery -A {proj} idempotency OPERATION {shlex.join(words)}")
+
+
+@command(
+    "stats",
+    "stats --hours 1",
+    params=[
+        Option(["--task"], metavar="NAME", help="Only the outcomes of this task."),
+        session.number("hours", 24, "Outcomes of so many hours.", most=720),
+    ],
+)
+def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
+    """Count records by state, and the outcomes of tasks in the last hours."""
+    store = session.store_of(app)
+    stats = store.stats()
+    counts: dict[str, Counter[str]] = {}
+    for each in store.counts(hours=hours):
+        if each.task != SWEEP and task in (None, each.task):
+            counts.setdefault(each.task, Counter())[each.outcome] += each.count
+    counts = dict(sorted(counts.items()))
+    names = ("live", "stale", "interrupted", "failed")
+    about = {
+        **{name: getattr(stats, name) for name in names},
+        "at_least": sorted(stats.at_least),
+        "last_sweep": story.iso(stats.swept_ms),
+        "hours": hours,
+        "outcomes": {name: dict(sorted(of.items())) for name, of in counts.items()},
+    }
+    said = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
+    swept = story.ago(stats.swept_ms, stats.now_ms) if stats.swept_ms else "none has ended yet"
+    write(as_json, about, f"{said}. COMPLETED records are not counted. Last sweep: {swept}.")
+    if as_json:
+        return
+    rows = [
+        [name, *(f"{sum(of[each] for each in outcomes):,}" for outcomes in _OUTCOMES.values())]
+        for name, of in counts.items()
+    ]
+    if rows:
+        session.paragraph(f"In the last {hours} h:")
+        session.table(["TASK", *_OUTCOMES], rows)
+    else:
+        counting = store.supports_counting
+        note(
+            f"No outcomes in the last {hours} h." if counting else "This store counts no outcomes."
+        )
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def _user() -> str:
+    """Return who calls, by the name of the machine's account."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return f"uid {os.getuid()}"
+
+
+_REQUEST = [
+    Option(["--reason"], default="", metavar="TEXT", help="Why: for log, event and record."),
+    Option(["--who"], metavar="NAME", help="Who does it. Default: the account of this machine."),
+    Option(["--force"], is_flag=True, help="Also where the owner is live; takes a --reason."),
+    Option(["--yes", "-y"], is_flag=True, help="Do not ask."),
+]
+
+_ON_MANY = [
+    Argument(["one"], required=False, metavar="[KEY]"),
+    Option(["--all", "every"], is_flag=True, help="All that are selected, not one KEY."),
+    *session.MANY,
+    session.number("limit", 1000, "With --all: so many at most.", most=100_000),
+    Option(["--dry-run"], is_flag=True, help="With --all: say what would be done."),
+    *_REQUEST,
+]
+
+_ON_ONE = [
+    Argument(["one"], metavar="KEY"),
+    *session.ONE,
+    Option(["--value"], required=True, metavar="JSON", help="What its run would have returned."),
+    *_REQUEST,
+]
+
+_HELP = """{} the record of KEY{}.
+
+    It {}
+
+    It asks first, and does nothing to a record that has changed since, or whose owner is live (unless forced). Exit
+    code 1 if anything was left alone.
+"""
+
+
+def _make_command(operation: Operation) -> None:
+    """Make the command of an operation, on one KEY or on all that are selected."""
+
+    def run(
+        app: Celery,
+        one: str | None,
+        who: str | None,
+        reason: str,
+        force: bool,
+        yes: bool,
+        as_json: bool,
+        every: bool = False,
+        limit: int = 1,
+        dry_run: bool = False,
+        value: str = "",
+        **given: Any,
+    ) -> None:
+        if force and not reason:
+            raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+        if len(reason) > LONGEST_REASON:
+            raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
+        if every is (one is not None):
+            raise click.UsageError("Give a KEY, or --all with what selects records.")
+        request = OperationRequest(operation, who=who or _user(), reason=reason, force=force)
+        staged: QuerySet[OutboxMessage] | None = None
+        cost = ""
+        if every:
+            selection = session.selection_of(app, **given)
+            records = _collect(app, operation, selection, limit)
+            staged = _staged(app, selection) if operation == "forget" else None
+        else:
+            named = {name: given.pop(name) for name in ("task", "scope")}
+            if dry_run or any(given.values()):
+                raise click.UsageError("Only --task and --scope go with a KEY, others with --all.")
+            records = [_find(app, one or "", elsewhere=False, **named)[0]]
+            told = story.tell_story(app, get_store(app), records[0])
+            cost = "".join(each.cost for each in told.choices if each.operation == operation)
+            note(told.headline)
+        chosen = _preview(app, request, records, cost)
+        waiting = 0 if staged is None else staged.count()
+        if waiting:
+            note(f"{waiting:,} messages in the outbox to be discarded.")
+        if dry_run:
+            return
+        if not chosen and not waiting:
+            note("Nothing was done.")
+            raise Exit(FOUND if records else 0)
+        if operation == "complete":
+            try:
+                stored = story.value_from_json(app, chosen[0].identity, value)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from error
+            request = replace(request, value=stored)
+        if not yes:
+            click.confirm(f"{operation.capitalize()} {len(chosen):,}?", abort=True, err=True)
+        # Before the records: a message that is sent meanwhile would make a new one.
+        if staged is not None and waiting:
+            note(f"{staged.delete()[0]:,} messages in the outbox discarded.")
+        _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
+
+    of_many = operation in ON_MANY
+    all_of_them = ", or with --all all that are selected" if of_many else ""
+    run.__doc__ = _HELP.format(operation.capitalize(), all_of_them, OPERATIONS[operation].effect)
+    example = f"{operation} order-17 --task shop.charge --reason 'ticket 4711'"
+    if of_many:
+        examples = [example, f"{operation} --all --task shop.charge --state stale --before 10m"]
+    else:
+        examples = [f'{example} --value \'{{"charge": "ch_17"}}\'']
+    command(operation, *examples, params=_ON_MANY if of_many else _ON_ONE)(run)
+
+
+def _collect(app: Celery, operation: Operation, wanted: Selection, limit: int) -> Sequence[Record]:
+    """Return the selected records, up to a limit."""
+    store = get_store(app)
+    page = finding.look(store, wanted, enough=limit)
+    records = page.records[:limit]
+    if page.cursor or len(page.records) > limit:
+        note(f"There may be more than {limit:,}: run it again for the rest.")
+    if operation != "requeue":
+        return records
+    # Lists leave out whether there is a message.
+    return finding.read_whole(store, [each.identity for each in records])
+
+
+def _staged(app: Celery, wanted: Selection) -> QuerySet[OutboxMessage] | None:
+    """Return the messages in the outbox that are meant: those of a scope that is selected as a whole."""
+    alias, models = get_store(app).outbox_alias, session.django_part("models")
+    whole = Selection(scopes=wanted.scopes)
+    if not wanted.scopes or wanted != whole or alias is None or models is None:
+        return None
+    messages: QuerySet[OutboxMessage] = models.OutboxMessage.objects.using(alias)
+    return messages.filter(scope__in=wanted.scopes)
+
+
+def _preview(
+    app: Celery, request: OperationRequest, records: Sequence[Record], cost: str
+) -> list[Record]:
+    """Say what would be done to which of the records, and return these; ``cost`` is that of one."""
+    operation, now_ms = request.operation, get_store(app).now_ms()
+    meaning, done = OPERATIONS[operation], ("apply", "held") if request.force else ("apply",)
+    verdicts = [(verdict(app, operation, each, now_ms), each) for each in records]
+    chosen = [each for found, each in verdicts if found in done]
+    found = "1 record" if len(records) == 1 else f"{len(records):,} records"
+    note(f"{found} found; {len(chosen):,} to be {meaning.done}.")
+    if chosen:
+        states = Counter(each.state.value for each in chosen)
+        counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
+        note(f"{operation} {meaning.effect} {cost or f'({counted})'}")
+        session.write_records(app, chosen[:_SAMPLE], now_ms, err=True)
+    why = {"held": "its owner is live (--force, with a --reason).", "skip": meaning.refusal}
+    for word, count in Counter(word for word, _ in verdicts if word not in done).items():
+        note(f"{count:,} left alone: {why[word]}")
+    return chosen
+
+
+def _execute(
+    app: Celery, request: OperationRequest, records: Sequence[Record], *, left: int, as_json: bool
+) -> None:
+    """Do it to one record after the other, and end with the exit code; ``left`` were left alone before."""
+    counts: Counter[Outcome | None] = Counter()
+    total, operation = len(records), request.operation
+    done = OPERATIONS[operation].done
+    try:
+        for record, outcome, trouble in operate_on_each(app, request, records):
+            counts[outcome] += 1
+            word, text = "unknown", f"it may have been done, or not: {trouble}"
+            if outcome is not None:
+                word, text = (
+                    outcome.name.lower(),
+                    done if outcome is Outcome.DONE else outcome.value,
+                )
+            about = session.object_of(app, record, record.updated_ms)
+            about |= {"operation": operation, "outcome": word}
+            write(as_json, about, f"{record.identity}: {text}")
+    except KeyboardInterrupt:
+        note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
+        raise Exit(FOUND) from None
+    parts = [
+        (counts[Outcome.DONE], done),
+        (counts[Outcome.UNSENT], "queued and not published yet"),
+        (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
+        (counts[None], "unknown: the store did not answer"),
+        (total - counts.total(), "not tried: run it again"),
+    ]
+    note(", ".join(f"{number:,} {text}" for number, text in parts if number) + ".")
+    if counts[None]:
+        raise Exit(UNREACHABLE)
+    if left or counts.total() > counts[Outcome.DONE]:
+        raise Exit(FOUND)
+
+
+for _operation in OPERATIONS:
+    _make_command(_operation)
+
+
+# -- upkeep ------------------------------------------------------------------------------------------------------------
+
+_LIMIT = session.number("limit", 10_000, "So many records in one step.")
+
+
+@command("sweep", "sweep", params=[_LIMIT])
+def _sweep(app: Celery, limit: int, as_json: bool) -> None:
+    """Do what beat asks for every idempotency_sweep_interval, once, now.
+
+    Stale records are interrupted, failed or requeued, as their tasks say; what is past its retention is deleted; the
+    outbox is sent. Safe beside other sweeps.
+    """
+    session.store_of(app)
+    counts = sweep(app, limit=limit)
+    write(as_json, counts, ", ".join(f"{name} {value}" for name, value in counts.items()) + ".")
+    if counts["more"]:
+        note("There is more to do: run it again.")
+
+
+@command("prune", "prune", params=[_LIMIT])
+def _prune(app: Celery, limit: int, as_json: bool) -> None:
+    """Delete all records that are past their retention, in steps of --limit.
+
+    Redis deletes records by itself; there only their entries in the indexes are left to this.
+    """
+    store, pruned = session.store_of(app), 0
+    while (count := store.prune(limit=limit)) > 0:
+        pruned += count
+    write(as_json, {"pruned": pruned}, f"{pruned:,} deleted.")
+
+
+@command(
+    "check",
+    "check",
+    "check --health",
+    params=[Option(["--health"], is_flag=True, help="Is all well right now? For orchestrators.")],
+)
+def _check(app: Celery, health: bool, as_json: bool) -> None:
+    """Check how the app and its store are set up.
+
+    Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
+    answer.
+
+    With --health nothing is said about settings: does the store answer, did a sweep end within three intervals, does no
+    message wait in the outbox for over a minute?
+    """
+    if health:
+        _check_health(app, as_json=as_json)
+        return
+    found = check(app)
+    for each in found:
+        about = asdict(each) | {"level": each.level}
+        write(as_json, about, f"{each.problem} {each.hint}", indent=f"{each.id}  ")
+    if not found:
+        note("Nothing found.")
+    codes = {UNREACHABLE if each.id == _STORE_DOWN else FOUND for each in found}
+    raise Exit(max(codes, default=0))
+
+
+def _check_health(app: Celery, *, as_json: bool) -> None:
+    store, outbox = session.store_of(app), session.django_part("outbox")
+    waits = None if outbox is None else outbox.oldest_ms(using=store.outbox_alias)
+    found, sweeps = story.check_health(app, store, outbox_ms=waits)
+    oldest = found["outbox"]["oldest_s"]
+    sentences = {
+        "store": f"It counted in {found['store']['answered_ms']:.0f} ms.",
+        "sweep": sweeps,
+        "outbox": "Nothing waits." if oldest is None else f"A message waits for {oldest} s.",
+    }
+    if as_json:
+        write(True, found, "")
+    else:
+        for name, text in sentences.items():
+            well = "well     " if found[name]["well"] else "TROUBLE  "
+            session.paragraph(text, indent=f"{name:<8}{well}")
+    raise Exit(0 if found["well"] else FOUND)
