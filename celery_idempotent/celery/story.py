@@ -10,7 +10,7 @@ import pprint
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_idempotent.celery.codec import TaskCodec
@@ -21,7 +21,7 @@ from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import EPOCH, Identity, Record, State, Stats, Stored
+from celery_idempotent.records import Identity, Record, State, Stats, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -39,11 +39,15 @@ OUTBOX_MS = 60_000
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
+def _when(ms: int) -> datetime:
+    return datetime.fromtimestamp(ms / 1000, timezone.utc)
+
+
 def iso(ms: int | None) -> str | None:
     """Return a time in ISO 8601, in UTC."""
     if ms is None:
         return None
-    return f"{(EPOCH + timedelta(milliseconds=ms)).isoformat(timespec='milliseconds')[:-6]}Z"
+    return _when(ms).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def time_in_words(ms: int) -> str:
@@ -260,7 +264,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     error = _error_name(app, record) if failed and errors else ""
 
     def at(ms: int) -> str:
-        return f"{EPOCH + timedelta(milliseconds=ms):%Y-%m-%d %H:%M:%S} UTC ({ago(ms, now_ms)})"
+        return f"{_when(ms):%Y-%m-%d %H:%M:%S} UTC ({ago(ms, now_ms)})"
 
     deadline = at(record.deadline_ms or 0)
     headline, *_ = _true(
