@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -27,8 +26,6 @@ from benchmarks import (
 from benchmarks.figures import Figure
 from benchmarks.session import BenchmarkError, Session, machine
 
-__all__ = ["main"]
-
 _BENCHMARKS = {
     "worker": (worker.run, "Worker time of an empty task, from one start to the next"),
     "publish": (publish.run, "Time of apply_async"),
@@ -40,15 +37,23 @@ _BENCHMARKS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 whatever the figures are, 2 if they could not be measured."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in _BENCHMARKS]:
-        parser.error(f"there is no benchmark {', '.join(unknown)}: see --help")
-    names = options.names or [name for name in _BENCHMARKS if _possible(name, options)]
+@click.command(
+    epilog="A figure never fails the run: exit code 0, or 2 if it could not be measured."
+)
+@click.argument("names", nargs=-1, type=click.Choice(list(_BENCHMARKS)))
+@click.option("--quick", is_flag=True, help="A look, in three minutes or so.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; tables go to stderr.")
+@click.option("--seed", type=int, help="For the same order of blocks again.")
+def main(names: tuple[str, ...], quick: bool, as_json: bool, seed: int | None) -> None:
+    """Measure what IdempotentTask costs, against celery.Task in the same run, on a Redis of its own. Each figure is a
+    median, beside it the quartiles.
+
+    Without names: all; instructions only with valgrind and without --quick, sql only with a PostgreSQL.
+    """
+    chosen = names or [name for name in _BENCHMARKS if _possible(name, quick=quick)]
+    seed = secrets.randbelow(10_000) if seed is None else seed
     # What a program reads goes to stdout alone.
-    console = Console(stderr=options.json)
+    console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = 130
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -57,59 +62,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task("starting")
-            session = Session(options.quick, random.Random(options.seed), progress, bar)
+            session = Session(quick, random.Random(seed), progress, bar)
             about = machine(session)
             console.print(
                 " · ".join(f"{name} {value}" for name, value in about.items()), style="dim"
             )
-            for name in names:
+            for name in chosen:
                 run, title = _BENCHMARKS[name]
                 measured = list(run(session))
                 report.show(console, f"{name}: {title}", measured)
                 figures += measured
     except BenchmarkError as trouble:
         print(f"The benchmark could not be run: {trouble}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    if options.json:
-        json.dump(report.as_json(about, figures), sys.stdout, indent=2)
+        sys.exit(2)
+    if as_json:
+        shown = {"machine": dict(about), "figures": [figure.as_json() for figure in figures]}
+        json.dump(shown, sys.stdout, indent=2)
         print()
     else:
-        console.print(f"\nSeed {options.seed}. How it is measured: docs/benchmarks.md", style="dim")
-    return 0
+        console.print(f"\nSeed {seed}. How it is measured: docs/benchmarks.md", style="dim")
 
 
-def _possible(name: str, options: argparse.Namespace) -> bool:
+def _possible(name: str, *, quick: bool) -> bool:
     if name == "instructions":
-        return instructions.available() and not options.quick
+        return instructions.available() and not quick
     return name != "sql" or postgresql.available()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="Measure what IdempotentTask costs, against celery.Task in the same run, on a"
-        " Redis of its own. Each figure is a median, beside it the quartiles.",
-        epilog="A figure never fails the run: exit code 0, or 2 if it could not be measured.",
-    )
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"which: {', '.join(_BENCHMARKS)}; default: all, instructions only with valgrind and"
-        " without --quick, sql only with a PostgreSQL",
-    )
-    parser.add_argument("--quick", action="store_true", help="a look, in three minutes or so")
-    parser.add_argument("--json", action="store_true", help="print JSON; tables go to stderr")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=secrets.randbelow(10_000),
-        help="for the same order of blocks again; default: a new one",
-    )
-    return parser
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

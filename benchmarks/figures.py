@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Figure", "Spread", "percentile", "ratios"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -26,11 +24,6 @@ class Spread:
             high=percentile(samples, 75),
             samples=len(samples),
         )
-
-    @classmethod
-    def exactly(cls, amount: float) -> Spread:
-        """Return what was measured once."""
-        return cls(median=amount, low=amount, high=amount, samples=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +62,31 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def ratios(samples: Sequence[float], baseline: Sequence[float]) -> Spread:
     """Compare two series pair by pair: what was measured at about the same time."""
     return Spread.of([one / other for one, other in zip(samples, baseline, strict=True)])
+
+
+def compared(
+    benchmark: str,
+    what: str,
+    wall: Mapping[str, Sequence[float]],
+    cpu: Mapping[str, Sequence[float]],
+    name: str,
+    against: tuple[str, str] = ("plain", "celery.Task"),
+    goal: float | None = None,
+    **extra: float,
+) -> Figure:
+    """Return the ratio of one series of times to another, that of ``against`` (its name, its label)."""
+    baseline, label = against
+    return Figure(
+        benchmark=benchmark,
+        what=what,
+        unit="x",
+        value=ratios(wall[name], wall[baseline]),
+        against=label,
+        goal=goal,
+        extra={
+            "us": Spread.of(wall[name]).median,
+            "baseline_us": Spread.of(wall[baseline]).median,
+            "cpu_ratio": ratios(cpu[name], cpu[baseline]).median,
+            **extra,
+        },
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from benchmarks.figures import Figure, Spread, ratios
 from benchmarks.session import BenchmarkError, Session
-
-__all__ = ["run"]
 
 #: What is measured, with the goal in milliseconds beyond the bare view.
 GOALS = {"first request": 0.3, "repetition": 0.15}
@@ -30,8 +29,8 @@ def run(session: Session) -> Iterator[Figure]:
             session.step()
     bare, trip = times[BARE_VIEW], times[BARE_TRIP]
     for kind, goal in GOALS.items():
-        added = _difference(times[kind], bare)
-        cpu = _difference(times[f"{kind}, CPU"], times[f"{BARE_VIEW}, CPU"])
+        added = list(map(operator.sub, times[kind], bare))
+        cpu = list(map(operator.sub, times[f"{kind}, CPU"], times[f"{BARE_VIEW}, CPU"]))
         yield Figure(
             benchmark="http",
             what=f"{kind}, beyond the bare view",
@@ -47,7 +46,3 @@ def run(session: Session) -> Iterator[Figure]:
                 "trips": Spread.of(times[f"{kind}, trips"]).median,
             },
         )
-
-
-def _difference(samples: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    return [one - other for one, other in zip(samples, baseline, strict=True)]

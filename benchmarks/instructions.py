@@ -11,18 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.figures import Figure, Spread
+from benchmarks.publish import BASELINES
 from benchmarks.session import ROOT, BenchmarkError, Server, Session, children_environment
+from benchmarks.worker import CANDIDATES
 from benchmarks.workers import REPLAYED, Plan, drain
 
-__all__ = ["available", "count", "run"]
-
-_TASKS = (
-    ("by_task_id", "worker: IdempotentTask", "plain"),
-    ("by_argument", "worker: key of an argument", "plain"),
-    ("portable", "worker: the same, result stored apart", "plain"),
-    ("by_argument_ignore", "worker: the same, ignore_result", "plain_ignore"),
-    ("again", "worker: duplicate, which gets the stored result", "plain"),
-    ("floor", "worker: celery.Task and two bare round trips", "plain"),
+_TASKS = tuple(
+    (name, f"worker: {label}", baseline)
+    for name, (label, baseline, _) in CANDIDATES.items()
+    if name != "plain_late"
 )
 _PUBLISHED = (
     ("by_task_id", "publish: IdempotentTask", "plain"),
@@ -32,11 +29,7 @@ _PUBLISHED = (
 _VERBS = tuple(
     (verb, f"verb: {verb}", "bare EVALSHA")
     for verb in (
-        "claim",
-        "settle",
-        "settle with the task's result",
-        "release",
-        "renew",
+        *("claim", "settle", "settle with the task's result", "release", "renew"),
         "claim of a completed key (replay)",
     )
 )
@@ -49,11 +42,6 @@ _GOALS = {
     ("publish", "by_task_id"): 1.01,
     ("publish", "by_argument"): 1.05,
     ("publish", "by_webhook"): 1.10,
-}
-_LABELS = {
-    "plain_webhook": "celery.Task, 1 kB of arguments",
-    "plain": "celery.Task",
-    "plain_ignore": "celery.Task, ignore_result",
 }
 _FEW = 20
 
@@ -83,8 +71,8 @@ def run(session: Session) -> Iterator[Figure]:
                 benchmark="instructions",
                 what=label,
                 unit="x",
-                value=Spread.exactly(counts[name] / counts[against]),
-                against=_LABELS.get(against, against),
+                value=Spread.of([counts[name] / counts[against]]),
+                against=BASELINES.get(against, against),
                 goal=_GOALS.get((kind, name)),
                 extra={
                     "added_thousands": (counts[name] - counts[against]) / 1000,

@@ -30,9 +30,13 @@ def main(kind: str, port: int, few: int, more: int, names: Sequence[str]) -> Non
 
 
 def _verbs(port: int) -> Prepare:
-    from benchmarks.operations import Operations
+    from benchmarks.operations import redis_operations
 
-    return lambda name, count: Operations(f"redis://127.0.0.1:{port}/0").prepare(name, count)
+    def prepare(name: str, count: int) -> list[Callable[[], object]]:
+        operation = redis_operations(f"redis://127.0.0.1:{port}/0")[name]
+        return [operation() for _ in range(count)]
+
+    return prepare
 
 
 def _publications(port: int) -> Prepare:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from celery import Celery
-
-__all__ = ["PEERS", "Peer", "configure", "installed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +48,12 @@ PEERS = {
 
 def installed() -> Mapping[str, Peer]:
     """Return those that are here."""
-    return {name: peer for name, peer in PEERS.items() if _there(peer)}
-
-
-def _there(peer: Peer) -> bool:
-    try:
-        version(peer.package)
-    except PackageNotFoundError:
-        return False
-    return True
+    found = {}
+    for name, peer in PEERS.items():
+        with suppress(PackageNotFoundError):
+            version(peer.package)
+            found[name] = peer
+    return found
 
 
 def configure(app: Celery, url: str) -> None:

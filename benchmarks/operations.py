@@ -6,8 +6,10 @@ import functools
 import itertools
 import json
 import os
+import random
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import redis
 
@@ -26,17 +28,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis.store import RedisStore
 
-__all__ = [
-    "KEEP_MS",
-    "LEASE_MS",
-    "RESULT",
-    "Operations",
-    "claim",
-    "prepared_claim",
-    "prepared_settle_with_result",
-    "settle",
-]
-
 LEASE_MS = 60_000
 KEEP_MS = 24 * 3_600_000
 FINGERPRINT = bytes(range(16))
@@ -47,6 +38,11 @@ RESULT = Stored(
 )
 
 Call = Callable[[], object]
+
+
+def identity(number: int) -> Identity:
+    """Return the identity of an order."""
+    return Identity(namespace="shop.tasks.charge", key=f"order-{number:020}")
 
 
 def prepared_claim(store: Store, identity: Identity) -> Call:
@@ -104,83 +100,66 @@ def prepared_settle_with_result(store: RedisStore, record: Record) -> Callable[[
     )
 
 
-class Operations:
-    """Calls of every verb, on records that were put into the state which the verb is for; empties the server."""
+def prepared_renew(store: Store, record: Record) -> Call:
+    """Return the call with which a heartbeat renews one lease."""
+    lease = Renewal(
+        identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
+    )
+    return functools.partial(store.renew, [lease])
 
-    def __init__(self, url: str) -> None:
-        self._store = RedisStore(url)
-        self._client = redis.Redis.from_url(url)
-        self._client.flushall()
-        self._one = self._client.script_load("return 1")
-        self._numbers = itertools.count()
-        self._prepare: dict[str, Callable[[], Call]] = {
-            "bare EVALSHA": self._bare,
-            "claim": self._claim,
-            "settle": self._settle,
-            "settle with the task's result": self._settle_with_result,
-            "release": self._release,
-            "renew": self._renew,
-            "interrupt": self._interrupt,
-            "get": self._get,
-            "claim of a completed key (replay)": self._replay,
-            "claim of a held key (conflict)": self._conflict,
-            "forget": self._forget,
-        }
 
-    @property
-    def names(self) -> Sequence[str]:
-        return tuple(self._prepare)
+def redis_operations(url: str) -> Mapping[str, Callable[[], Call]]:
+    """Return what prepares a call of each verb, on a record in the state that it is for; empties the server."""
+    store, client, free = (
+        RedisStore(url),
+        redis.Redis.from_url(url),
+        map(identity, itertools.count()),
+    )
+    client.flushall()
+    one = client.script_load("return 1")
 
-    def prepare(self, name: str, count: int) -> list[Call]:
-        """Return so many calls; whatever has to happen before is done."""
-        return [self._prepare[name]() for _ in range(count)]
+    def held() -> Record:
+        return claim(store, next(free))
 
-    def _identity(self) -> Identity:
-        return Identity(namespace="shop.tasks.charge", key=f"order-{next(self._numbers):020}")
-
-    def _held(self) -> Record:
-        return claim(self._store, self._identity())
-
-    def _completed(self) -> Identity:
-        record = self._held()
-        settle(self._store, record)
+    def completed() -> Identity:
+        record = held()
+        settle(store, record)
         return record.identity
 
-    def _bare(self) -> Call:
-        return functools.partial(self._client.evalsha, self._one, 0)
+    def end(verb: Callable[..., object]) -> Call:
+        record = held()
+        return functools.partial(verb, record.identity, token=record.token)
 
-    def _claim(self) -> Call:
-        return prepared_claim(self._store, self._identity())
+    return {
+        "bare EVALSHA": lambda: functools.partial(client.evalsha, one, 0),
+        "claim": lambda: prepared_claim(store, next(free)),
+        "settle": lambda: functools.partial(settle, store, held()),
+        "settle with the task's result": lambda: prepared_settle_with_result(store, held()),
+        "release": lambda: end(store.release),
+        "renew": lambda: prepared_renew(store, held()),
+        "interrupt": lambda: end(store.interrupt),
+        "get": lambda: functools.partial(store.get, completed()),
+        "claim of a completed key (replay)": lambda: prepared_claim(store, completed()),
+        "claim of a held key (conflict)": lambda: prepared_claim(store, held().identity),
+        "forget": lambda: functools.partial(store.forget, completed()),
+    }
 
-    def _settle(self) -> Call:
-        return functools.partial(settle, self._store, self._held())
 
-    def _settle_with_result(self) -> Call:
-        return prepared_settle_with_result(self._store, self._held())
+def time_in_rounds(
+    operations: Mapping[str, Callable[[], Call]], rounds: int, calls: int, seed: int
+) -> None:
+    """Time ``calls`` of each, in another order each round; print one JSON object a round, but for the first."""
+    order = random.Random(seed)
+    for number in range(-1, rounds):
+        times = {}
+        for name in order.sample(list(operations), len(operations)):
+            prepared = [operations[name]() for _ in range(calls)]
+            times[name] = [_time(call) for call in prepared]
+        if number >= 0:
+            print(json.dumps({name: times[name] for name in operations}), flush=True)
 
-    def _release(self) -> Call:
-        record = self._held()
-        return functools.partial(self._store.release, record.identity, token=record.token)
 
-    def _renew(self) -> Call:
-        record = self._held()
-        lease = Renewal(
-            identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
-        )
-        return functools.partial(self._store.renew, [lease])
-
-    def _interrupt(self) -> Call:
-        record = self._held()
-        return functools.partial(self._store.interrupt, record.identity, token=record.token)
-
-    def _get(self) -> Call:
-        return functools.partial(self._store.get, self._completed())
-
-    def _replay(self) -> Call:
-        return prepared_claim(self._store, self._completed())
-
-    def _conflict(self) -> Call:
-        return prepared_claim(self._store, self._held().identity)
-
-    def _forget(self) -> Call:
-        return functools.partial(self._store.forget, self._completed())
+def _time(call: Call) -> int:
+    before = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - before

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import redis
 
-from benchmarks.figures import Figure, Spread, ratios
+from benchmarks.figures import Figure, compared
 from benchmarks.libraries import PEERS, installed
+from benchmarks.publish import time_blocks
 from benchmarks.session import Server, Session
 from benchmarks.stamps import cpu_per_task, wall_per_task
 from benchmarks.tasks import make_app
 from benchmarks.workers import Plan, drain
-
-__all__ = ["run"]
 
 _BLOCK = 50
 _OURS = "by_argument"
@@ -37,25 +36,16 @@ def run(session: Session) -> Iterator[Figure]:
 def _published(session: Session, server: Server, names: Mapping[str, str]) -> Iterator[Figure]:
     rounds = session.choose(quick=10, full=60)
     session.steps(rounds, "peers, publishing")
-    wall: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
-    cpu: dict[str, list[float]] = {name: [] for name in wall}
     app = make_app(broker=server.url(0), backend=server.url(1), peers=True)
-    number = 0
-    for turn in range(-1, rounds):  # the first one warms up
-        for name in session.random.sample(sorted(wall), len(wall)):
-            publish = app.tasks[name].apply_async
-            wall_before, cpu_before = time.perf_counter(), time.process_time()
-            for _ in range(_BLOCK):
-                number += 1
-                publish((number,))
-            cpu_after, wall_after = time.process_time(), time.perf_counter()
-            if turn >= 0:
-                wall[name].append((wall_after - wall_before) / _BLOCK * 1e6)
-                cpu[name].append((cpu_after - cpu_before) / _BLOCK * 1e6)
-        session.step()
+
+    def call(task: Any) -> Callable[[int], object]:
+        return lambda number: task.apply_async((number,))
+
+    calls = {name: call(app.tasks[name]) for name in ("plain", *names)}
+    wall, cpu = time_blocks(session, calls, rounds)
     app.close()
     for name, label in names.items():
-        yield _figure(f"publish: {label}", wall, cpu, name)
+        yield compared("peers", f"publish: {label}", wall, cpu, name)
 
 
 def _drained(session: Session, server: Server, names: Mapping[str, str]) -> Iterator[Figure]:
@@ -68,21 +58,4 @@ def _drained(session: Session, server: Server, names: Mapping[str, str]) -> Iter
     wall = {name: [wall_per_task(block) for block in found] for name, found in blocks.items()}
     cpu = {name: [cpu_per_task(block) for block in found] for name, found in blocks.items()}
     for name, label in names.items():
-        yield _figure(f"worker: {label}", wall, cpu, name)
-
-
-def _figure(
-    what: str, wall: Mapping[str, list[float]], cpu: Mapping[str, list[float]], name: str
-) -> Figure:
-    return Figure(
-        benchmark="peers",
-        what=what,
-        unit="x",
-        value=ratios(wall[name], wall["plain"]),
-        against="celery.Task",
-        extra={
-            "us": Spread.of(wall[name]).median,
-            "baseline_us": Spread.of(wall["plain"]).median,
-            "cpu_ratio": ratios(cpu[name], cpu["plain"]).median,
-        },
-    )
+        yield compared("peers", f"worker: {label}", wall, cpu, name)

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["VARIABLE", "available", "execute", "open_database"]
-
 VARIABLE = "CELERY_IDEMPOTENT_POSTGRESQL_URL"
 _URL = os.environ.get(VARIABLE, "postgresql://postgres@127.0.0.1:5432")
 

@@ -1,8 +1,8 @@
-"""The figures as tables for people or JSON for programs."""
+"""The figures as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -13,14 +13,7 @@ from benchmarks.figures import Figure
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["as_json", "show"]
-
 _MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
-
-
-def as_json(about: Mapping[str, str], figures: Sequence[Figure]) -> dict[str, object]:
-    """Return everything, ready to be dumped."""
-    return {"machine": dict(about), "figures": [figure.as_json() for figure in figures]}
 
 
 def show(console: Console, title: str, figures: Sequence[Figure]) -> None:
@@ -34,9 +27,10 @@ def show(console: Console, title: str, figures: Sequence[Figure]) -> None:
         table.add_column(name.replace("_", " "), justify="right", style="dim", max_width=10)
     for figure in figures:
         value = figure.value
+        against = f" [dim]/ {escape(figure.against)}[/]" if figure.against else ""
         spread = f"{_number(value.low)}–{_number(value.high)}" if value.samples > 1 else ""
         table.add_row(
-            _subject(figure),
+            f"{escape(figure.what)}{against}",
             f"[bold]{_number(value.median)} {figure.unit}[/]",
             f"[dim]{spread}[/]",
             "" if figure.goal is None else f"≤ {figure.goal:g} {_MET[figure.met]}",
@@ -44,11 +38,6 @@ def show(console: Console, title: str, figures: Sequence[Figure]) -> None:
         )
     console.print()
     console.print(table)
-
-
-def _subject(figure: Figure) -> str:
-    against = f" [dim]/ {escape(figure.against)}[/]" if figure.against else ""
-    return f"{escape(figure.what)}{against}"
 
 
 def _number(value: float) -> str:

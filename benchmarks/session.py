@@ -30,11 +30,10 @@ else:
     embedded = module_from_spec(_spec)
     _spec.loader.exec_module(embedded)
 
-__all__ = ["ROOT", "BenchmarkError", "Server", "Session", "children_environment", "machine"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 Server = embedded.EmbeddedRedis
+Launched = embedded.Launched
 
 
 class BenchmarkError(RuntimeError):
@@ -113,22 +112,12 @@ def children_environment(**more: object) -> dict[str, str]:
 def machine(session: Session) -> Mapping[str, str]:
     """Describe what the figures were measured on; nothing that names the machine."""
     with session.server() as server, redis.Redis(port=server.port) as client:
-        engine = describe(client)
+        info: Any = client.info()
+    release = info.get("valkey_version", info["redis_version"])
+    engine = f"{info.get('server_name', 'redis')} {release} ({info['mem_allocator']})"
     about = {"Python": platform.python_version(), "cores": str(os.cpu_count()), "server": engine}
     for package in ("celery", "kombu", "redis", "hiredis"):
-        about[package] = _version(package)
+        about[package] = "not installed"
+        with contextlib.suppress(PackageNotFoundError):
+            about[package] = version(package)
     return about
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def describe(client: redis.Redis) -> str:
-    """Name the engine behind a client: its version and its allocator."""
-    info: Any = client.info()
-    name = info.get("server_name", "redis")
-    return f"{name} {info.get('valkey_version', info['redis_version'])} ({info['mem_allocator']})"

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import postgresql
-from benchmarks.figures import Figure, Spread, percentile, ratios
+from benchmarks.figures import Figure, ratios
 from benchmarks.session import BenchmarkError, Session
-
-__all__ = ["run"]
+from benchmarks.verbs import compare, time_calls
 
 _BASELINE = "bare INSERT and UPDATE"
 _LOCKING = "SELECT … FOR UPDATE held around both", "SELECT … FOR UPDATE in a transaction each"
 _PAIR = "claim and settle"
 _GOALS = {_PAIR: 1.4, "in the task's own transaction": 1.6}
-#: Half as long as what people write by hand.
-_GOAL_LOCKING = 0.5
 
 
 def run(session: Session) -> Iterator[Figure]:
@@ -26,27 +23,8 @@ def run(session: Session) -> Iterator[Figure]:
         )
     rounds, calls = session.choose(quick=8, full=25), session.choose(quick=50, full=200)
     session.steps(rounds, "sql")
-    middle: dict[str, list[float]] = {}
-    late: dict[str, list[float]] = {}
-    for times in session.child("sql_child", rounds, calls, session.random.randrange(10_000)):
-        for verb, nanoseconds in times.items():
-            middle.setdefault(verb, []).append(percentile(nanoseconds, 50) / 1000)
-            late.setdefault(verb, []).append(percentile(nanoseconds, 99) / 1000)
-        session.step()
-    for verb, p50 in middle.items():
-        bare = verb == _BASELINE
-        yield Figure(
-            benchmark="sql",
-            what=verb,
-            unit="us" if bare else "x",
-            value=Spread.of(p50) if bare else ratios(p50, middle[_BASELINE]),
-            against="" if bare else _BASELINE,
-            goal=_GOALS.get(verb),
-            extra={
-                "p50_us": Spread.of(p50).median,
-                "p99_us": Spread.of(late[verb]).median,
-            },
-        )
+    middle, late = time_calls(session, "sql_child", rounds, calls)
+    yield from compare(middle, late, "sql", _BASELINE, goals=_GOALS)
     for locking in _LOCKING:
         yield Figure(
             benchmark="sql",
@@ -54,5 +32,5 @@ def run(session: Session) -> Iterator[Figure]:
             unit="x",
             value=ratios(middle[_PAIR], middle[locking]),
             against=locking,
-            goal=_GOAL_LOCKING,
+            goal=0.5,  # half as long as what people write by hand
         )

@@ -1,24 +1,29 @@
-"""Times the verbs on PostgreSQL in a process of its own; prints one JSON object a round."""
+"""Times the verbs on PostgreSQL in a process of its own."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import itertools
-import json
-import random
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from django.db import transaction
 
-from benchmarks.operations import KEEP_MS, LEASE_MS, RESULT, claim, prepared_claim, settle
+from benchmarks.operations import (
+    KEEP_MS,
+    RESULT,
+    Call,
+    claim,
+    identity,
+    prepared_claim,
+    prepared_renew,
+    settle,
+    time_in_rounds,
+)
 from benchmarks.postgresql import execute, open_database
-from celery_idempotent.records import Identity, Renewal
-
-Call = Callable[[], object]
+from celery_idempotent.records import Identity, Record, SettleRequest, State
 
 _TABLE = (
     "CREATE TABLE bare (digest bytea PRIMARY KEY, token bigint NOT NULL, state char NOT NULL,"
@@ -32,45 +37,39 @@ _UPDATE = "UPDATE bare SET state = 'C', value = %s WHERE digest = %s AND token =
 
 
 def main(rounds: int, calls: int, seed: int) -> None:
-    """Time ``calls`` of each, in another order each round; the first round warms up."""
     with open_database():
         from celery_idempotent.django.store import DjangoStore
 
         execute(_TABLE)
-        store, order = DjangoStore(), random.Random(seed)
-        numbers = itertools.count()
-        operations = {
-            "bare INSERT and UPDATE": functools.partial(_by_hand, _bare, numbers),
-            "SELECT … FOR UPDATE held around both": functools.partial(_by_hand, _held, numbers),
-            "SELECT … FOR UPDATE in a transaction each": functools.partial(
-                _by_hand, _locked, numbers
+        store, free = DjangoStore(), map(identity, itertools.count())
+
+        def by_hand(pair: Callable[[str, bytes], None]) -> Callable[[], Call]:
+            """Each call has a key of its own, and the digest of that."""
+
+            def prepare() -> Call:
+                key = next(free).key
+                return functools.partial(pair, key, hashlib.sha256(key.encode()).digest()[:16])
+
+            return prepare
+
+        def completed() -> Record:
+            record = claim(store, next(free))
+            settle(store, record)
+            return record
+
+        operations: dict[str, Callable[[], Call]] = {
+            "bare INSERT and UPDATE": by_hand(_bare),
+            "SELECT … FOR UPDATE held around both": by_hand(_held),
+            "SELECT … FOR UPDATE in a transaction each": by_hand(_locked),
+            "claim and settle": lambda: functools.partial(_pair, store, next(free)),
+            "in the task's own transaction": lambda: functools.partial(_atomic, store, next(free)),
+            "claim of a completed key (replay)": lambda: prepared_claim(
+                store, completed().identity
             ),
-            "claim and settle": functools.partial(_pair, store, numbers),
-            "in the task's own transaction": functools.partial(_atomic, store, numbers),
-            "claim of a completed key (replay)": functools.partial(_replay, store, numbers),
-            "renew": functools.partial(_renew, store, numbers),
+            "renew": lambda: prepared_renew(store, claim(store, next(free))),
         }
-        for number in range(-1, rounds):
-            times = {
-                name: _time(list(operations[name](calls)))
-                for name in order.sample(list(operations), len(operations))
-            }
-            if number >= 0:
-                print(json.dumps({name: times[name] for name in operations}), flush=True)
+        time_in_rounds(operations, rounds, calls, seed)
         store.close()
-
-
-def _identity(numbers: Iterator[int]) -> Identity:
-    return Identity(namespace="shop.tasks.charge", key=f"order-{next(numbers):020}")
-
-
-def _by_hand(
-    pair: Callable[[str, bytes], None], numbers: Iterator[int], calls: int
-) -> Iterator[Call]:
-    """Yield calls of ``pair``, each with a key of its own and the digest of that."""
-    for _ in range(calls):
-        key = f"order-{next(numbers):020}"
-        yield functools.partial(pair, key, hashlib.sha256(key.encode()).digest()[:16])
 
 
 def _bare(key: str, digest: bytes) -> None:
@@ -95,54 +94,15 @@ def _locked(key: str, digest: bytes) -> None:
         execute(_UPDATE, (RESULT.body, digest, 17))
 
 
-def _pair(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
-    for _ in range(calls):
-        identity = _identity(numbers)
-
-        def pair(identity: Identity = identity) -> None:
-            settle(store, claim(store, identity))
-
-        yield pair
+def _pair(store: Any, identity: Identity) -> None:
+    settle(store, claim(store, identity))
 
 
-def _atomic(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
-    from celery_idempotent.records import SettleRequest, State
-
-    for _ in range(calls):
-        identity = _identity(numbers)
-
-        def pair(identity: Identity = identity) -> None:
-            record = claim(store, identity)
-            end = SettleRequest(record=record, state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS)
-            with store.transaction(record) as run:
-                run.settle(end)
-
-        yield pair
-
-
-def _replay(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
-    for _ in range(calls):
-        record = claim(store, _identity(numbers))
-        settle(store, record)
-        yield prepared_claim(store, record.identity)
-
-
-def _renew(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
-    for _ in range(calls):
-        record = claim(store, _identity(numbers))
-        lease = Renewal(
-            identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
-        )
-        yield functools.partial(store.renew, [lease])
-
-
-def _time(calls: Sequence[Call]) -> list[int]:
-    clock, times = time.perf_counter_ns, []
-    for call in calls:
-        before = clock()
-        call()
-        times.append(clock() - before)
-    return times
+def _atomic(store: Any, identity: Identity) -> None:
+    record = claim(store, identity)
+    end = SettleRequest(record=record, state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS)
+    with store.transaction(record) as run:
+        run.settle(end)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Stamp", "Stamps", "cpu_per_task", "typical_wall", "wall_per_task"]
-
 _STARTED = struct.Struct("=QQQ")
 _RAN = struct.Struct("=Q")
 _SLOT = struct.Struct("=QQQQ")
@@ -27,10 +25,6 @@ class Stamp:
     cpu: int
     pid: int
     runs: int
-
-    @property
-    def ran(self) -> bool:
-        return self.runs > 0
 
 
 class Stamps:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 else:
     PlainBase = Task
 
-__all__ = ["PAYLOAD", "make_app"]
-
 #: What a webhook brings, about 1 kB of JSON: more than a number to take a fingerprint of.
 PAYLOAD = {
     "id": "evt_0123456789abcdef",

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from celery.result import denied_join_result
 
-from benchmarks.session import ROOT, BenchmarkError, Server, children_environment
+from benchmarks.session import ROOT, BenchmarkError, Launched, Server, children_environment
 from benchmarks.stamps import Stamp, Stamps
 from benchmarks.tasks import make_app
-
-__all__ = ["Plan", "drain"]
 
 #: How many keys the task "again" has.
 REPLAYED = 20
@@ -80,13 +77,18 @@ def drain(
         BENCH_BACKEND=server.url(1),
         BENCH_STAMPS=path,
         BENCH_PEERS="1" if peers else "",
+        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     )
     command = [*under, sys.executable, "-m", "celery", "-A", "benchmarks.worker_child", "worker"]
     command += [*pool, "--queues=bench", "--loglevel=WARNING"]
     command += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     log = directory / "worker.log"
-    with _running(command, environment, log) as worker:
+    with log.open("wb") as output:
+        worker = Launched(command, directory=directory, log=output, env=environment)
+    try:
         _wait(worker, stamps, plan.messages, log, step)
+    finally:
+        worker.stop(30)
     return stamps
 
 
@@ -104,33 +106,8 @@ def _publish(plan: Plan, server: Server, step: Callable[[float], None], *, peers
     app.close()
 
 
-@contextlib.contextmanager
-def _running(
-    command: Sequence[str], environment: Mapping[str, str], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        worker = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        yield worker
-    finally:
-        worker.terminate()
-        try:
-            worker.wait(30)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-
-
 def _wait(
-    worker: subprocess.Popen[bytes],
+    worker: Launched,
     stamps: Stamps,
     messages: int,
     log: Path,
@@ -143,7 +120,7 @@ def _wait(
         step((started - before) / 2)
         if started > before:
             last = time.monotonic()
-        elif worker.poll() is not None or time.monotonic() - last > _PATIENCE_S:
+        elif worker.exit_code() is not None or time.monotonic() - last > _PATIENCE_S:
             raise BenchmarkError(
                 f"the worker stopped at message {started} of {messages}:\n{log.read_text()[-3000:]}"
             )
