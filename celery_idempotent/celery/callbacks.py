@@ -30,7 +30,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.backends.base import BaseKeyValueStoreBackend
 from celery.canvas import maybe_signature
@@ -42,7 +42,7 @@ from celery_idempotent.celery import republish
 from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
 from celery_idempotent.celery.typed import AnyTask, Sig
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
-from celery_idempotent.records import Identity, State
+from celery_idempotent.records import State
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -103,32 +103,12 @@ class PendingCallbacks:
     came with: the tracer of Celery < 5.7 takes its last step out.
     """
 
-    task: AnyTask
-    request: Any
+    run: republish.DeliveredRun
+    task_id: str
     state: State
-    identity: Identity
     token: int | None
     give_up: float
     chain: list[object]
-
-    @property
-    def task_id(self) -> str:
-        """The task id of the delivery."""
-        return str(self.request.id)
-
-    def mark(self) -> None:
-        """Mark the record as delivered; if that fails, its callbacks may be sent once more."""
-        if self.token is None:
-            return
-        try:
-            get_store(self.task.app).mark_delivered(self.identity, token=self.token)
-        except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
-            logger.warning(
-                "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
-                "come back, they are sent again, under the same ids: %s",
-                self.identity,
-                error,
-            )
 
 
 #: Those of the delivery that was settled last. Not on its request: the tracer reports errors also when it has put that
@@ -139,16 +119,16 @@ current_pending: ContextVar[PendingCallbacks | None] = ContextVar(
 
 
 def expect_callbacks(
-    task: AnyTask, state: State, identity: Identity, token: int | None, *, keep_ms: int
+    run: republish.DeliveredRun, state: State, token: int | None, *, age_ms: int
 ) -> None:
-    """Remember that a record, kept for so long, is to be marked when Celery is done with this delivery."""
-    request: Any = task.request
-    left_ms = 0 if request.is_eager else keep_ms  # an eager call has no message
+    """Remember that a record, settled so long ago, is to be marked when Celery is done with this delivery."""
+    request = run.request
+    # An eager call has no message.
+    left_ms = 0 if request.is_eager else run.policy.settled_keep_ms // 2 - age_ms
     pending = PendingCallbacks(
-        task=task,
-        request=request,
+        run=run,
+        task_id=str(request.id),
         state=state,
-        identity=identity,
         token=token,
         give_up=time.monotonic() + left_ms / 1000,
         chain=list(request.chain or ()),
@@ -158,8 +138,7 @@ def expect_callbacks(
 
 def mark_success(sender: AnyTask, **_: object) -> None:
     """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    if (pending := current_pending.get()) is not None:
-        _mark_ended(pending, sender, State.COMPLETED)
+    _mark(sender, State.COMPLETED)
 
 
 def mark_failure(sender: AnyTask, **_: object) -> None:
@@ -168,14 +147,27 @@ def mark_failure(sender: AnyTask, **_: object) -> None:
     Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
     and stays undelivered.
     """
-    if (pending := current_pending.get()) is not None:
-        _mark_ended(pending, sender, State.FAILED)
+    _mark(sender, State.FAILED)
 
 
-def _mark_ended(pending: PendingCallbacks, task: AnyTask, state: State) -> None:
-    if pending.task_id == task.request.id and pending.state is state:
-        current_pending.set(None)
-        pending.mark()
+def _mark(task: AnyTask, state: State) -> None:
+    """Mark the record as delivered; if that fails, its callbacks may be sent once more."""
+    pending = current_pending.get()
+    if pending is None or pending.task_id != task.request.id or pending.state is not state:
+        return
+    current_pending.set(None)
+    if pending.token is None:
+        return
+    identity = pending.run.identity
+    try:
+        get_store(task.app).mark_delivered(identity, token=pending.token)
+    except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
+        logger.warning(
+            "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
+            "come back, they are sent again, under the same ids: %s",
+            identity,
+            error,
+        )
 
 
 def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
@@ -214,44 +206,41 @@ class BackendAfterSettle:
         self, task_id: str, exc: BaseException, *args: object, **options: object
     ) -> object:
         """Fail the task, unless its body succeeded and its callbacks can be sent later."""
-        if task_id != self._pending.task_id:
-            return self._backend.mark_as_failure(task_id, exc, *args, **options)
-        failed = self._pending.state is State.FAILED
-        if not failed and self._comes_back(exc, exc):
+        pending = self._pending
+        ours, failed = task_id == pending.task_id, pending.state is State.FAILED
+        if ours and not failed and _comes_back(pending, exc, exc):
             return None
         try:
             return self._backend.mark_as_failure(task_id, exc, *args, **options)
         except Exception as trouble:  # its errbacks, or its part of a chord
-            if failed and self._comes_back(exc, trouble):
+            if ours and failed and _comes_back(pending, exc, trouble):
                 return None
             raise
 
-    def _comes_back(self, ended_with: BaseException, trouble: BaseException) -> bool:
-        """Have the message come back, if this trouble may pass; ``False`` if it does not."""
-        pending, reason = self._pending, type(trouble).__name__
-        task, request = pending.task, pending.request
-        may_pass = time.monotonic() <= pending.give_up and is_transient(trouble)
-        published = may_pass and republish.come_back(task, request, pending.chain)
-        if not published and not (may_pass and task.acks_late):
-            logger.critical(
-                "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s",
-                task.name,
-                pending.task_id,
-                reason,
-            )
-            return False
-        current_pending.set(None)
-        logger.error(
-            "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back",
-            task.name,
-            pending.task_id,
-            reason,
-        )
-        setattr(ended_with, _OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
-        if not published:
-            with suppress(SoftTimeLimitExceeded):
-                time.sleep(PAUSE)
-        return True
+
+def _comes_back(
+    pending: PendingCallbacks, ended_with: BaseException, trouble: BaseException
+) -> bool:
+    """Have the message come back, if this trouble may pass; ``False`` if it does not."""
+    task, reason = pending.run.task, type(trouble).__name__
+    may_pass = time.monotonic() <= pending.give_up and is_transient(trouble)
+    published = may_pass and republish.come_back(pending.run, pending.chain)
+    if not published and not (may_pass and task.acks_late):
+        line = "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s"
+        logger.critical(line, task.name, pending.task_id, reason)
+        return False
+    current_pending.set(None)
+    logger.error(
+        "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back",
+        task.name,
+        pending.task_id,
+        reason,
+    )
+    setattr(ended_with, _OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
+    if not published:
+        with suppress(SoftTimeLimitExceeded):
+            time.sleep(PAUSE)
+    return True
 
 
 def is_transient(error: BaseException) -> bool:

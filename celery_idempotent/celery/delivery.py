@@ -25,7 +25,6 @@ from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.app.autoretry import add_autoretry_behaviour
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
@@ -33,7 +32,6 @@ from celery.utils import uuid
 from celery_idempotent.celery import callbacks, exchanges, fused, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.errors import (
-    IdempotencyError,
     InvalidKey,
     InvalidOption,
     ResultUnavailable,
@@ -91,7 +89,6 @@ class Delivery(Run):
         self.task, self.definition, self.request = task, definition, request
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
-        self.keep_ms, self.settled_keep_ms = self.policy.keep_ms, self.policy.settled_keep_ms
         self.worker = _worker[0] if _worker else _first_delivery()
         self.task_id = str(request.id or _id_of_direct_call(task, request))
         identified, info = _read(self, args, kwargs)
@@ -125,9 +122,7 @@ class Delivery(Run):
         """Return the app's store."""
         try:
             return get_store(self.task.app)
-        except (
-            InvalidOption
-        ) as error:  # the message of a run that has none comes back until there is one
+        except InvalidOption as error:  # the message of a run comes back until there is a store
             raise StoreMisconfigured(str(error)) from error
 
     def write_end(self, end: SettleRequest) -> bool:
@@ -145,34 +140,7 @@ class Delivery(Run):
     def settled(self, state: EndState) -> None:
         """Have the record marked once Celery has sent the callbacks of this message."""
         if self.policy.mode == "enforce":
-            self._expect_callbacks(state, self.record.token, age_ms=0)
-
-    def _expect_callbacks(self, state: State, token: int | None, *, age_ms: int) -> None:
-        keep_ms = self.policy.settled_keep_ms // 2 - age_ms
-        callbacks.expect_callbacks(self.task, state, self.identity, token, keep_ms=keep_ms)
-
-    def late_error(self, error: Exception) -> Exception:
-        """Return what is raised for an error as if the body had raised it: a retry, published by now, or the error.
-
-        The error comes from the COMMIT of an atomic task, when ``run`` has returned, so that Celery's own wrapper of
-        ``autoretry_for`` around ``run`` cannot see it. The same wrapper goes around a copy of the task here, whose
-        ``run`` raises the error: so every option counts, in whatever way this release of Celery reads it.
-        """
-        if isinstance(error, IdempotencyError):
-            return error  # one of ours is what it is
-
-        def run() -> NoReturn:
-            raise error
-
-        late = object.__new__(type(self.task))
-        vars(late).update({**vars(self.task), "run": run})
-        vars(late).pop("_orig_run", None)
-        add_autoretry_behaviour(late)
-        try:
-            late.run()
-        except Exception as found:  # noqa: BLE001  whatever it is
-            return found
-        raise AssertionError
+            callbacks.expect_callbacks(self, state, self.record.token, age_ms=0)
 
     def is_over_time(self) -> bool:
         """Does the hard time limit of this delivery end the process? It comes as SIGTERM, a moment before SIGKILL."""
@@ -240,14 +208,12 @@ class Delivery(Run):
         request, own = self.request, record.task_id == self.request.id
         if not callbacks.brings_callbacks(request) or (own and record.delivered):
             return
-        if (
-            request.chord
-            and not request.is_eager
-            and callbacks.chord_is_claimed(self.task, request)
-        ):
+        is_part = request.chord and not request.is_eager
+        if is_part and callbacks.chord_is_claimed(self.task, request):
             republish.after_chord_claim(self)
         # A duplicate under another task id did not settle the record.
-        self._expect_callbacks(record.state, record.token if own else None, age_ms=age_ms)
+        token = record.token if own else None
+        callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
 
     def _from_backend(self, record: Record, age_ms: int) -> object:
         """Look for a result that is not in the record where its task left it."""
@@ -458,11 +424,10 @@ def repeatable(
     Those of a message stay what they are, because it may be published again. Those of an eager call are the caller's
     own, and the first call gets them. Only of these there may be no copy.
     """
-    copy = copied(args, kwargs)
-    if copy is None:
+    kept = copied(args, kwargs)
+    if kept is None:
         return partial(call_next, *args, **kwargs)
-    first, kept = ((args, kwargs), copy) if eager else (copy, (args, kwargs))
-    given = [first]
+    given = [(args, kwargs)] if eager else []
 
     def body() -> object:
         args, kwargs = given.pop() if given else deepcopy(kept)

@@ -84,10 +84,9 @@ def write_counters(**_: object) -> None:
     counters.write()
 
 
-def end_heartbeat(sender: WorkController, **_: object) -> None:
-    """End the heartbeat's thread with the worker: in a test the process lives on."""
-    if definitions(sender.app):
-        heartbeat.finish()
+def write_last_counters(**_: object) -> None:
+    """Have the thread of the main process write what that counted, before it ends."""
+    heartbeat.finish()
 
 
 def install_tasks(app: Celery) -> None:
@@ -108,7 +107,7 @@ def _connect_receivers() -> None:
         (celery_signals.worker_ready, check_setup),
         (celery_signals.worker_ready, watch_children),
         (celery_signals.worker_process_shutdown, write_counters),
-        (celery_signals.worker_shutdown, end_heartbeat),
+        (celery_signals.worker_shutdown, write_last_counters),
         (celery_signals.task_success, callbacks.mark_success),
         (celery_signals.task_failure, callbacks.mark_failure),
     ):

@@ -18,7 +18,7 @@ from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
 from celery_idempotent.keys.stamp import as_mapping, read_stamp, with_stamp
-from celery_idempotent.records import Record
+from celery_idempotent.records import Identity, Record
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -56,51 +56,54 @@ class NotRepublishedError(Exception):
     """This message cannot be published again: it stays with its worker, and is to ask again now."""
 
 
-class RepublishedRun(Protocol):
-    """A delivery, as far as this module knows it."""
+class DeliveredRun(Protocol):
+    """A delivery, as far as this module and the callbacks know it."""
 
     task: Any
     request: Any
     policy: Policy
+    identity: Identity
     shield: Shield
 
 
-def conflict(run: RepublishedRun, record: Record, left_ms: int) -> NoReturn:
+def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     """Another run holds the key, or its result is not there yet: republish this copy, drop or fail it, by the policy.
 
     A redelivery, which has the holder's task id, is always republished, and its result state is not written: it may be
     the broker's only copy, and its failure would fail the chord and chain of the holder's run.
     """
-    task, request, policy = run.task, run.request, run.policy
-    same = record.task_id == request.id
-    left = left_ms / 1000
-    message = (
-        f"{record.identity} was completed by task {record.task_id}, whose result is not in the result backend yet."
-        if record.state.settled
-        else f"{record.identity} is held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed."
-    )
+    request, on_conflict, left = run.request, run.policy.on_conflict, left_ms / 1000
+    is_redelivery = record.task_id == request.id
+    if record.state.settled:
+        found = "completed without its result"
+        message = (
+            f"{record.identity} was completed by task {record.task_id}, whose result is not in the "
+            "result backend yet."
+        )
+    else:
+        found = f"held by {record.owner}"
+        message = (
+            f"{record.identity} is {found}, whose lease ends in {left:.1f} s unless it is renewed."
+        )
     error = InProgress(message, record.task_id, left)
-    duplicate = not same
-    if request.is_eager or (policy.on_conflict == "raise" and duplicate):
+    if request.is_eager or (on_conflict == "raise" and not is_redelivery):
         raise error
-    if policy.on_conflict == "ignore" and duplicate:
-        _ignored(task, request, error)
+    if on_conflict == "ignore" and not is_redelivery:
+        _ignored(run.task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
-    options: Options = {"expires": None} if same else {}
-    count, delay, again = _again(task, request, CONFLICTS, left, options, holder=record.token)
-    logger.info(
-        "idempotency: %s[%s] found %s %s (conflict %d), and is republished with a countdown of %.1f s",
-        task.name,
-        request.id,
-        record.identity,
-        "completed without its result" if record.state.settled else f"held by {record.owner}",
-        count,
-        delay,
+    how: Options = {"expires": None} if is_redelivery else {}
+    again, delay = _republish(
+        run,
+        CONFLICTS,
+        "found %(found)s (conflict %(count)d), and is republished with a countdown of %(delay).1f s",
+        found=f"{record.identity} {found}",
+        left=left,
+        holder=record.token,
+        **how,
     )
-    _publish_again(run, again, delay)
-    if not duplicate:
-        raise Ignore(str(error))
-    raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
+    if is_redelivery:
+        raise Ignore(message)
+    raise Retry(message, exc=error, when=delay, sig=again)  # type: ignore[arg-type]
 
 
 def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
@@ -111,47 +114,35 @@ def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
         try:
             backend.store_result(request.id, str(error), "IGNORED", request=request)
         except Exception:
-            logger.exception(
-                "idempotency: the state of %s[%s] is not stored", task.name, request.id
-            )
+            line = "idempotency: the state of %s[%s] is not stored"
+            logger.exception(line, task.name, request.id)
     raise Ignore(str(error))
 
 
-def after_store_failure(run: RepublishedRun, error: Exception, *, begun: bool) -> NoReturn:
+def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool) -> NoReturn:
     """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
-    task, request = run.task, run.request
-    if request.is_eager:
+    if run.request.is_eager:
         raise error
-    count, delay, again = _again(task, request, STORE_FAILURES, None, {})
-    logger.error(
-        "idempotency: %s[%s] %s: store error (%d so far). It is republished with a countdown of %.1f s: %s",
-        task.name,
-        request.id,
-        "is not known to be done" if begun else "did not run",
-        count,
-        delay,
-        error,
+    _republish(
+        run,
+        STORE_FAILURES,
+        "%(found)s: store error (%(count)d so far). It is republished with a countdown of %(delay).1f s: %(error)s",
+        level=logging.ERROR,
+        found="is not known to be done" if begun else "did not run",
+        error=error,
     )
-    _publish_again(run, again, delay)
     # Not the error itself: what it comes from may be anything, and not be picklable.
     raise Ignore(str(error))
 
 
-def after_chord_claim(run: RepublishedRun) -> NoReturn:
+def after_chord_claim(run: DeliveredRun) -> NoReturn:
     """The chord of a finished task is claimed, by a lost process maybe: republish the message until that claim ends."""
-    task, request = run.task, run.request
-    _count, delay, again = _again(task, request, UNDELIVERED, None, {"expires": None})
-    logger.info(
-        "idempotency: %s[%s] is done, and returns its part of a chord again in %.1f s",
-        task.name,
-        request.id,
-        delay,
-    )
-    _publish_again(run, again, delay)
-    raise Ignore(f"the chord of {task.name} is claimed")
+    line = "is done, and returns its part of a chord again in %(delay).1f s"
+    _republish(run, UNDELIVERED, line, expires=None)
+    raise Ignore(f"the chord of {run.task.name} is claimed")
 
 
-def come_back(task: AnyTask, request: Any, chain: Sequence[object]) -> bool:
+def come_back(run: DeliveredRun, chain: Sequence[object]) -> bool:
     """Publish the message of a finished task again, whose next delivery sends what follows.
 
     ``chain`` is the one that it came with. Its expiry no longer applies: the operation is done.
@@ -159,8 +150,8 @@ def come_back(task: AnyTask, request: Any, chain: Sequence[object]) -> bool:
     Returns:
         Whether the broker took it.
     """
-    request.chain = list(chain) or None
-    _count, _delay, again = _again(task, request, UNDELIVERED, None, {"expires": None})
+    run.request.chain = list(chain) or None
+    _count, _delay, again = _again(run, UNDELIVERED, expires=None)
     try:
         again.apply_async()
     except Exception:  # noqa: BLE001  brokers fail in their own ways
@@ -168,32 +159,50 @@ def come_back(task: AnyTask, request: Any, chain: Sequence[object]) -> bool:
     return True
 
 
-def _again(
-    task: AnyTask,
-    request: Any,
+def _republish(
+    run: DeliveredRun,
     counter: str,
-    left: float | None,
-    options: Options,
+    line: str,
     *,
+    level: int = logging.INFO,
+    found: object = None,
+    error: object = None,
+    **how: Any,
+) -> tuple[Sig, float]:
+    """Publish the message again, and log that; return it and its countdown. ``how``: see :func:`_again`."""
+    count, delay, again = _again(run, counter, **how)
+    words = {"task": run.task.name, "id": run.request.id, "found": found, "error": error}
+    words |= {"count": count, "delay": delay}
+    logger.log(level, "idempotency: %(task)s[%(id)s] " + line, words)  # noqa: G003  a constant
+    _publish_again(run, again, delay)
+    return again, delay
+
+
+def _again(
+    run: DeliveredRun,
+    counter: str,
+    *,
+    left: float | None = None,
     holder: int | None = None,
+    **options: Any,
 ) -> tuple[int, float, Sig]:
     """Return how often this message was republished, in how many seconds it is due, and itself.
 
     The count starts anew with another holder. The countdown stays well under the visibility timeout: while it lasts,
-    the message is delivered and not acknowledged.
+    the message is delivered and not acknowledged. ``options`` are more of ``apply_async``.
     """
+    task, request = run.task, run.request
     headers = as_mapping(request.headers)
     said = read_stamp(headers, request.id)
-    is_same_holder = holder in (None, said.get(HOLDER))
-    before = said.get(counter, 0) if is_same_holder else 0
+    before = said.get(counter) if holder in (None, said.get(HOLDER)) else 0
     count = before + 1 if isinstance(before, int) else 1
     more = {counter: count} if holder is None else {HOLDER: holder, counter: count}
     # Should it not be published, this delivery asks again, with this stamp.
     request.headers = with_stamp(headers, str(request.id), more=more)
-    limits = [_LONGEST[counter], _unacknowledged(task)]
+    longest = min(_LONGEST[counter], _unacknowledged(task))
     if left is not None:
-        limits.append(max(left, 0.1))
-    delay = backoff.seconds(count, first=1.0, longest=min(limits))
+        longest = min(longest, max(left, 0.1))
+    delay = backoff.seconds(count, first=1.0, longest=longest)
     if _broker(task).transport.driver_type == "amqp":
         # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery takes whole seconds, and at least one.
         delay = max(math.ceil(delay), 1)
@@ -240,13 +249,10 @@ def longest_wait_ms(task: AnyTask, request: Any) -> int | None:
 def _unacknowledged(task: AnyTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
     broker = redelivery_timeout(task.app)
-    if broker is None:
-        visible = task.app.conf.broker_transport_options.get("visibility_timeout")
-        return float(visible or _VISIBILITY_TIMEOUT) / 4
-    return broker.seconds / 4
+    return (_VISIBILITY_TIMEOUT if broker is None else broker.seconds) / 4
 
 
-def _publish_again(run: RepublishedRun, again: Sig, delay: float) -> None:
+def _publish_again(run: DeliveredRun, again: Sig, delay: float) -> None:
     """Publish; a message that cannot be published must not be lost.
 
     With late acks the broker still has the delivery. In an outage of the broker it is rejected after a pause, and the
@@ -274,13 +280,8 @@ def _publish_again(run: RepublishedRun, again: Sig, delay: float) -> None:
     given_once = as_mapping(request.delivery_info).get("redelivered")
     back = outage and late and not given_once
     pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
-    logger.error(
-        "idempotency: %s[%s] cannot be published, pausing %.0f s: %s",
-        task.name,
-        request.id,
-        pause,
-        reason,
-    )
+    line = "idempotency: %s[%s] cannot be published, pausing %.0f s: %s"
+    logger.error(line, task.name, request.id, pause, reason)
     try:
         if not run.shield.pause(pause):
             run.shield.open()
@@ -296,9 +297,8 @@ def _publish_again(run: RepublishedRun, again: Sig, delay: float) -> None:
 
 def _is_outage(task: AnyTask, error: Exception) -> bool:
     """Is it the broker that fails, and not what it was asked to take?"""
-    if isinstance(error, (OperationalError, LimitExceeded, OSError)):
-        return True
-    return isinstance(error, _broker(task).connection_errors)
+    of_kombu = (OperationalError, LimitExceeded, OSError)
+    return isinstance(error, of_kombu + tuple(_broker(task).connection_errors))
 
 
 def _broker(task: AnyTask) -> Any:

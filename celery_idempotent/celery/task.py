@@ -162,9 +162,7 @@ class IdempotentTask(DefinedTask):
 
     @backend.setter
     def backend(self, backend: object) -> None:
-        behind: Any = super(
-            IdempotentTask, type(self)
-        ).backend  # a property, whatever its stub says
+        behind: Any = super(IdempotentTask, type(self)).backend  # a property, unlike its stub
         behind.fset(self, backend)
 
     def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
@@ -211,19 +209,15 @@ class IdempotentTask(DefinedTask):
     # -- records -------------------------------------------------------------------------------------------------------
 
     def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
-        """Return the record of a key of this task, or ``None``.
-
-        Raises:
-            InvalidKey: if the key or scope cannot be used.
-            StoreUnavailable: if the store did not answer.
-        """
+        """Return the record of a key of this task, or ``None``."""
         return get_store(self.app).get(self._ours().identifier.identity(key, scope))
 
     def idempotency_forget(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
+        """Delete the record of a key of this task: the next call with it runs again.
 
-        The log and the signal ``forgotten`` say who did it (this process, if no one is named) and the reason. To take
-        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+        This and the other operations return ``False`` where there was nothing to do. Log, signal and record say who did
+        it (this process, if no one is named) and the reason. A live owner loses the key by ``force=True``, with a
+        reason, alone.
 
         Raises:
             InProgress: if an owner within its lease holds the key, and this is not forced.
@@ -233,28 +227,19 @@ class IdempotentTask(DefinedTask):
         return self._operate(OperationRequest("forget", **how), key, scope)
 
     def idempotency_release(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """End the claim of a key of this task: the next delivery or call runs. ``False`` if nothing is queued or runs.
-
-        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
-        """
+        """End the claim of a key of this task: the next delivery or call runs."""
         return self._operate(OperationRequest("release", **how), key, scope)
 
     def idempotency_requeue(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """Publish the message that the record of a key keeps once more. ``False`` if it keeps none.
-
-        That takes ``idempotency_on_stale="requeue"``, and an unfinished run. It is reported, refused and forced as
-        :meth:`idempotency_forget` is, and raises the same.
-        """
+        """Publish the message of an unfinished run once more, kept with ``idempotency_on_stale="requeue"``."""
         return self._operate(OperationRequest("requeue", **how), key, scope)
 
     def idempotency_complete(
         self, key: object, value: object, *, scope: object = None, **how: Unpack[How]
     ) -> bool:
-        """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``. ``False`` if there is none.
+        """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``.
 
-        Use this if the task took effect and its result was not recorded: ``value`` is what it would have
-        returned. The record stores who and why. It is reported, refused and forced as :meth:`idempotency_forget` is,
-        and raises the same.
+        Use this if the task took effect and its result was not recorded: ``value`` is what it would have returned.
 
         Raises:
             ValueError: if the value cannot be written as the task writes its results, or is too large.
@@ -263,11 +248,7 @@ class IdempotentTask(DefinedTask):
         return self._operate(OperationRequest("complete", value=stored, **how), key, scope)
 
     def idempotency_fail(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``. ``False`` if there is none.
-
-        The record keeps who and why. It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
-        the same.
-        """
+        """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``."""
         return self._operate(OperationRequest("fail", **how), key, scope)
 
     def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:

@@ -4,16 +4,15 @@
 
     claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is still ours ─▶ COMMIT ─▶ ack
                            │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
-                           │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see end_failed), raise
+                           │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see run._end_failed), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
 Once the settle is written, an exception does not tell whether the COMMIT was done. The database knows, and is asked.
 
 An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. The run left
 nothing behind. After a deadlock, a serialization failure or a lost session it begins again, up to ``MAX_REPEATS``
-times. After any other error, or more of these, ``autoretry_for`` decides, as for an error of the body. If the settle
-could not reach the record, the message is published again. ``TransactionEnded`` (the task ended the transaction itself,
-and may have committed) is raised as it is.
+times. Any other error, or more of these, fails the task. If the settle could not reach the record, the message is
+published again. ``TransactionEnded``, of a task that ended the transaction itself and may have committed, is raised.
 """
 
 from __future__ import annotations
@@ -25,23 +24,19 @@ from contextlib import suppress
 from functools import partial
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.errors import (
-    STORE_ERRORS,
-    LeaseLost,
-    StoreMisconfigured,
-    StoreUnavailable,
-)
+from celery_idempotent.errors import STORE_ERRORS, LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import Phase
 from celery_idempotent.protocol.run import (
     Body,
     Run,
     close_unfinished,
+    end_of,
     find_newer_claim,
     is_unfinished,
     release,
     report_settled,
 )
-from celery_idempotent.records import SettleRequest, State
+from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store, Transaction
 
 logger = logging.getLogger(__name__)
@@ -84,16 +79,10 @@ def run_body(run: Run, body: Body) -> object:
 
 def _without_settle(run: Run, body: Body) -> object:
     """Call a body that expects a transaction, where nothing is settled in it."""
-    returned = False
-    try:
-        with transactional(run.open_store(), run.name).transaction(None):
-            run.shield.open()
-            value = body()
-            run.shield.closed = returned = True
-    except Exception as error:
-        if not returned:
-            raise
-        raise run.late_error(error) from None
+    with transactional(run.open_store(), run.name).transaction(None):
+        run.shield.open()
+        value = body()
+        run.shield.closed = True
     return value
 
 
@@ -102,19 +91,11 @@ class _NotToCommitError(Exception):
 
 
 class Stage(enum.Enum):
-    """How far a run in a transaction has come; it says what an exception means.
-
-    ::
-
-        BEGINNING ─▶ BODY ─▶ SETTLING ─▶ COMMITTING ─▶ the value is returned
-            │                   │
-            └───▶ REFUSED ◀─────┘ the claim is over
-    """
+    """How far a run in a transaction has come; it says what an exception means."""
 
     BEGINNING = "nothing was done"
     BODY = "the body is running: it is rolled back"
     SETTLING = "the body returned, and its end state is not written yet: it is rolled back"
-    REFUSED = "the claim is over: there is a newer one, or the record was settled or forgotten"
     COMMITTING = "the settle is written: the database decides, and is asked"
 
 
@@ -122,22 +103,18 @@ class _Attempt:
     """One call of the body, in one transaction."""
 
     def __init__(self, run: Run, body: Body) -> None:
-        self._run = run
-        self._body = body
+        self._run, self._body = run, body
         self._stage = Stage.BEGINNING
         #: What the body returned, or the exception that it raised because another task carries on.
         self._value: object = None
         self._left: Exception | None = None
         self._transaction: Transaction | None = None
-        #: The store failed before the body, or at the settle: nothing is committed.
-        self._trouble: StoreUnavailable | StoreMisconfigured | None = None
 
     def run(self) -> object:
         """Return what the body returned, once that is committed."""
         run = self._run
         try:
-            store = transactional(run.store, run.name)
-            with store.transaction(run.record) as transaction:
+            with transactional(run.store, run.name).transaction(run.record) as transaction:
                 self._stage = Stage.BODY
                 run.transaction = self._transaction = transaction
                 try:
@@ -152,48 +129,20 @@ class _Attempt:
                     raise close_unfinished(run.name, self._value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
-                self._settle(transaction)
-        except _NotToCommitError:
-            self._follow_up()
-            return self._value
-        except STORE_ERRORS as error:
-            if self._stage is Stage.BEGINNING:
-                self._trouble = error
-            raise
-        except LeaseLost:
-            if self._stage is Stage.BEGINNING:
-                self._stage = Stage.REFUSED
-            raise
+                self._stage, run.settling_since = Stage.SETTLING, time.monotonic()
+                if not transaction.settle(end_of(run, State.COMPLETED, self._value)):
+                    raise LeaseLost("a newer claim has the key: the transaction is rolled back")
+                self._stage = Stage.COMMITTING
         finally:
             run.shield.closed = True
             run.transaction = None
         report_settled(run, State.COMPLETED)
+        return self._returned()
+
+    def _returned(self) -> object:
         if self._left is not None:
             raise self._left
         return self._value
-
-    def _settle(self, transaction: Transaction) -> None:
-        run, self._stage = self._run, Stage.SETTLING
-        run.settling_since = time.monotonic()
-        try:
-            done = transaction.settle(
-                SettleRequest(
-                    record=run.record,
-                    state=State.COMPLETED,
-                    value=None if run.replaced else run.codec.dump_value(self._value),
-                    keep_ms=run.settled_keep_ms,
-                    replaced=run.replaced,
-                )
-            )
-        except StoreUnavailable as error:
-            # TransactionEnded is not caught here, which is no StoreUnavailable: the task ended the transaction itself,
-            # what it wrote may be committed, and another run would repeat it.
-            self._trouble = error
-            raise
-        if not done:
-            self._stage = Stage.REFUSED
-            raise LeaseLost("a newer claim has the key: the transaction is rolled back")
-        self._stage = Stage.COMMITTING
 
     def undone(self, error: BaseException) -> object:
         """Act on the exception that the transaction ended with: raise it, or have the call claim again.
@@ -207,48 +156,41 @@ class _Attempt:
         run = self._run
         with suppress(*STORE_ERRORS):
             run.store.abandon(run.record)
-        if run.phase is Phase.SETTLED:
-            return self._committed(error)
-        if self._stage is Stage.COMMITTING:
-            return self._decided(error)
-        if isinstance(error, Exception):
-            if self._stage is Stage.REFUSED:
-                if not find_newer_claim(run):
-                    run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
-                return None
-            if run.after_rollback is not None:
-                self._follow_up()
+        if run.phase is Phase.SETTLED or (
+            self._stage is Stage.COMMITTING and self._committed(error)
+        ):
+            if not isinstance(error, Exception):
                 raise error
-            if self._trouble is not None:
-                # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
-                # should that message be lost.
-                release(run, requeue_ms=run.policy.lease_ms, error=self._trouble)
-                run.reporter.report(
-                    signals.store_failed,
-                    run.identity,
-                    run.task_id,
-                    run.record,
-                    store=run.store,
-                    error=self._trouble,
-                )
-                run.store_failed(self._trouble, begun=True)
-        return self._rolled_back(error)
-
-    def _follow_up(self) -> None:
-        """Do what waits for the rollback: free the key, publish the retry."""
-        act, self._run.after_rollback = self._run.after_rollback, None
-        if act is not None:
-            act()
-
-    def _committed(self, error: BaseException) -> object:
+            return self._returned()
+        run.replaced = False  # its replacement is rolled back as well
         if not isinstance(error, Exception):
             raise error
-        if self._left is not None:
-            raise self._left
-        return self._value
+        if run.after_rollback is not None:
+            # Free the key, and publish the retry.
+            act, run.after_rollback = run.after_rollback, None
+            act()
+            if isinstance(error, _NotToCommitError):
+                return self._value
+            raise error
+        if self._stage is not Stage.BODY:
+            refused = isinstance(error, LeaseLost) or self._stage is Stage.COMMITTING
+            if refused and find_newer_claim(run):
+                return None
+            if isinstance(error, LeaseLost):
+                run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
+                return None
+            unreachable = STORE_ERRORS if self._stage is Stage.BEGINNING else StoreUnavailable
+            if isinstance(error, unreachable):
+                # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
+                # should that message be lost.
+                release(run, requeue_ms=run.policy.lease_ms, error=error)
+                run.report(signals.store_failed, run.record, error=error)
+                run.store_failed(error, begun=True)
+        self._repeat(error)
+        return None
 
-    def _decided(self, error: BaseException) -> object:
-        """Act on what the database made of the commit.
+    def _committed(self, error: BaseException) -> bool:
+        """Ask the database what became of the commit.
 
         Its lock is taken until the transaction ends, and this question waits for that; a sweep leaves the key alone::
 
@@ -264,29 +206,22 @@ class _Attempt:
             run.phase = Phase.ENDED
             if at_exit:
                 raise error from None
-            run.store_failed(
-                StoreUnavailable(
-                    f"it is unknown whether the transaction of {run.identity} was committed"
-                ),
-                begun=True,
-            )
+            unknown = f"it is unknown whether the transaction of {run.identity} was committed"
+            run.store_failed(StoreUnavailable(unknown), begun=True)
         if committed:
             report_settled(run, State.COMPLETED)
-            return self._committed(error)
-        if not at_exit and find_newer_claim(run):
-            return None
-        return self._rolled_back(error)
+        return committed
 
-    def _rolled_back(self, error: BaseException) -> object:
-        """End a run that left nothing behind: raise, or have the call claim again."""
+    def _repeat(self, error: Exception) -> None:
+        """Have a run that left nothing behind claim again, if that helps; else raise."""
         run = self._run
-        run.replaced = False  # its replacement is rolled back as well
         at_end = self._stage in (Stage.SETTLING, Stage.COMMITTING)
-        if self._transaction is None or not isinstance(error, Exception):
+        if (
+            self._transaction is None
+            or run.repeats >= MAX_REPEATS
+            or not self._transaction.passes(error, at_end=at_end)
+        ):
             raise error
-        passes = self._transaction.passes(error, at_end=at_end)
-        if not passes or run.repeats >= MAX_REPEATS:
-            raise run.late_error(error) if at_end else error
         logger.info(
             "idempotency: task %s of %s was rolled back (%s), and runs again at once",
             run.task_id,
@@ -297,4 +232,3 @@ class _Attempt:
         release(run, requeue_ms=run.policy.lease_ms, error=error)
         run.shield.pause(backoff.seconds(run.repeats, first=_FIRST_REPEAT))
         run.phase = Phase.UNDONE
-        return None

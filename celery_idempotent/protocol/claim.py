@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from celery_idempotent import backoff
-from celery_idempotent.errors import IdempotencyError, LeaseLost, StoreUnavailable
+from celery_idempotent.errors import IdempotencyError, LeaseLost
 from celery_idempotent.records import Identity, Record, Renewal, Stored
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Phase(enum.Enum):
     RELEASED = "the key was given back; what the body may still return is not recorded"
     AWAITS_COMMIT = "the run is over, and is settled after the caller's transaction commits"
     SETTLED = "the end state is written"
-    ENDED = "the run is over, and the store did not take its end"
+    ENDED = "the run is over without an end state: the store did not take it, or none was due"
     UNDONE = "what this run did is dropped or rolled back: the call claims again"
 
 
@@ -74,19 +74,15 @@ class Codec(Protocol):
 
     def dump_value(self, value: Any) -> Stored | None:  # each codec takes its own kind of result
         """Serialize a result."""
-        ...
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception."""
-        ...
 
     def dump_step(self, name: str, value: object) -> Stored:
         """Serialize the result of a step, or raise: a step that cannot be recorded protects nothing."""
-        ...
 
     def load_value(self, stored: Stored) -> object:
         """Return a stored value."""
-        ...
 
 
 class Claim:
@@ -137,11 +133,12 @@ class Claim:
 
     def renewal(self) -> Renewal:
         """Return what it takes to renew this claim."""
+        policy = self.policy
         return Renewal(
             identity=self.identity,
             token=self.record.token,
-            lease_ms=self.policy.lease_ms,
-            keep_ms=self.policy.keep_ms,
+            lease_ms=policy.lease_ms,
+            keep_ms=policy.keep_ms,
         )
 
     def renew(self) -> None:
@@ -153,35 +150,22 @@ class Claim:
         """
         if self.phase is Phase.UNGUARDED:
             return
-        failures = 0
-        while True:
-            try:
-                renewed = self._try_renew()
-                break
-            except IdempotencyError as error:
-                if self.policy.mode == "observe":
-                    line = "idempotency: observing: could not renew %s: %s"
-                    logger.warning(line, self.identity, error)
-                    return
-                failures += 1
-                # Asked each time: the heartbeat may have renewed it meanwhile.
-                until = self.renewed_at + self.policy.lease_ms / 1000
-                if not isinstance(error, StoreUnavailable) or not backoff.pause(
-                    failures, until=until, longest=_LONGEST_PAUSE
-                ):
-                    raise
+        observed = self.policy.mode == "observe"
+        until = self.renewed_at + (0 if observed else self.policy.lease_ms / 1000)
+        try:
+            renewed = backoff.persist(self._try_renew, until=until, longest=_LONGEST_PAUSE)
+        except IdempotencyError as error:
+            if not observed:
+                raise
+            logger.warning("idempotency: observing: could not renew %s: %s", self.identity, error)
+            return
         if not renewed:
             self.lost = True
-            if self.policy.mode != "observe":
+            if not observed:
                 raise self._gone()
 
     def ensure(self) -> None:
-        """Check that this run still holds the claim, before an irreversible action. The same as :meth:`renew`.
-
-        Raises:
-            LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store did not answer before the lease may have run out.
-        """
+        """Check that this run still holds the claim, before an irreversible action. The same as :meth:`renew`."""
         self.renew()
 
     def _try_renew(self) -> bool:
@@ -244,17 +228,15 @@ class Claim:
             with nullcontext() if self.transaction is None else self.transaction.outside():
                 result = function(*args, **kwargs)
             done = self.codec.dump_step(name, result)
-            self._checkpoint(name, done)
+            # Tried for up to a lease: the next run repeats a step that was not written.
+            write = partial(
+                self.store.checkpoint, self.identity, token=self.token, name=name, value=done
+            )
+            until = time.monotonic() + self.policy.lease_ms / 1000
+            if not backoff.persist(write, until=until, longest=_LONGEST_PAUSE):
+                raise self._gone()
             steps[name] = done
         return self.codec.load_value(steps[name])  # type: ignore[return-value]  # as above
-
-    def _checkpoint(self, name: str, value: Stored) -> None:
-        """Write the step's result; try for up to a lease: the next run repeats a step that was not written."""
-        identity, token = self.identity, self.token
-        write = partial(self.store.checkpoint, identity, token=token, name=name, value=value)
-        give_up = time.monotonic() + self.policy.lease_ms / 1000
-        if not backoff.persist(write, until=give_up, longest=_LONGEST_PAUSE):
-            raise self._gone()
 
     def _gone(self) -> LeaseLost:
         self.lost = True

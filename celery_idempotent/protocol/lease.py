@@ -20,6 +20,7 @@ import logging
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,8 @@ class Heartbeat:
 
     ``_looks_at`` is never while the thread is busy, or not there; else it is at most a third of the shortest lease
     away, so that a run with such a lease need not wake it. The thread also writes what the process counted, and a
-    publisher has it for that alone. It ends when there was nothing to do for a while, or when :meth:`finish` asks for
-    that, and starts again with the next claim. A forked child starts anew, without the parent's claims.
+    publisher has it for that alone. It ends when there was nothing to do for a while, and starts again with the next
+    claim. A forked child starts anew, without the parent's claims.
 
     The thread sleeps on a lock, its bell, and to wake it is to release that. It is not in ``threading.enumerate()``,
     where test suites look for threads that a test left behind: it ends by itself. Where gevent or eventlet has patched
@@ -79,8 +80,7 @@ class Heartbeat:
         self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[Claim, float] = {}
         self._looks_at = self._tick = _NEVER
-        self._started = counters.has_writer = False
-        self._finishing: list[_thread.LockType] = []
+        self._started = self._writes_now = counters.has_writer = False
 
     def add(self, claim: Claim) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
@@ -105,18 +105,14 @@ class Heartbeat:
                 self._started = counters.has_writer = True
 
     def finish(self) -> None:
-        """Let the thread write what was counted and end, unless it has claims to renew; wait for that a little.
-
-        For who ends a worker or the process.
-        """
-        done = _thread.allocate_lock()
-        done.acquire()
-        with self._lock:
-            if not self._started:
-                return
-            self._finishing.append(done)
+        """Have the thread write what was counted, and wait for that a little: a process or a worker ends."""
+        if not self._started:
+            return
+        until = time.monotonic() + EXIT_TIMEOUT
+        self._writes_now = True
         self._ring()
-        done.acquire(timeout=EXIT_TIMEOUT)
+        while self._writes_now and time.monotonic() < until:
+            time.sleep(0.005)
 
     def _ring(self) -> None:
         with suppress(RuntimeError):  # rung already
@@ -126,19 +122,15 @@ class Heartbeat:
         """Be the thread: renew what is due, write what was counted, sleep until the next lease is due; then end."""
         idle_since = time.monotonic()
         while True:
-            with self._lock:
-                finishing, self._finishing = self._finishing, []
             if self._due or not counters.empty:
                 idle_since = time.monotonic()
             self._renew_due()
-            if finishing:
+            if self._writes_now:
                 counters.write()
+                self._writes_now = False
             else:
                 counters.beat()
-            over = self._ends(bool(finishing), idle_s=time.monotonic() - idle_since)
-            for done in finishing:
-                done.release()
-            if over:
+            if time.monotonic() - idle_since >= LINGER and self._ends():
                 return
             self._looks_at = until = time.monotonic() + min(self._tick, TICK)
             until = min([until, *self._due.copy().values()])
@@ -146,14 +138,13 @@ class Heartbeat:
                 self._bell.acquire(timeout=left)
             self._looks_at = _NEVER
 
-    def _ends(self, asked: bool, *, idle_s: float) -> bool:
-        """Is the thread to end? Then the next claim or count starts another."""
+    def _ends(self) -> bool:
+        """End the thread, unless there is something to do: the next claim or count then starts another."""
         with self._lock:
             # Before the last look at the counts. Another thread counts first and then reads has_writer: so either this
             # one sees the count, or that one sees that it must start a heartbeat.
             self._started = counters.has_writer = False
-            wanted = asked or (idle_s >= LINGER and counters.empty)
-            if wanted and not self._due and not self._finishing:
+            if counters.empty and not self._due:
                 self._tick = _NEVER
                 return True
             self._started = counters.has_writer = True
@@ -173,29 +164,28 @@ class Heartbeat:
     def _renew(self, store: Store, claims: list[Claim]) -> None:
         """Renew ``claims``; whatever goes wrong, the thread lives on."""
         sent = time.monotonic()
+        alive: Sequence[bool | None]
         try:
             alive = store.renew([claim.renewal() for claim in claims])
         except Exception as error:
             expected = isinstance(error, IdempotencyError)
             line = "idempotency: could not renew %d claims: %s"
             logger.warning(line, len(claims), error, exc_info=not expected)
-            for claim in claims:
-                wait = min(claim.policy.lease_ms / 9000, RETRY_AFTER)
-                self._note_due(claim, time.monotonic() + wait)
-            return
+            alive = [None] * len(claims)
         for claim, renewed in zip(claims, alive, strict=True):
+            if claim not in self._due:
+                continue  # its run has ended meanwhile
             if renewed:
                 claim.renewed_at = sent
-                self._note_due(claim, sent + claim.policy.lease_ms / 3000)
-            elif self._due.pop(claim, None) is not None:
+                self._due[claim] = sent + claim.policy.lease_ms / 3000
+            elif renewed is None:
+                wait = min(claim.policy.lease_ms / 9000, RETRY_AFTER)
+                self._due[claim] = time.monotonic() + wait
+            else:
+                self.remove(claim)
                 claim.lost = True
                 line = "idempotency: the claim of %s (token %d) is lost before it is settled"
                 logger.warning(line, claim.identity, claim.token)
-
-    def _note_due(self, claim: Claim, due: float) -> None:
-        """Note when to look at a claim again, unless its run has ended meanwhile."""
-        if claim in self._due:
-            self._due[claim] = due
 
 
 #: The heartbeat of this process.

@@ -144,30 +144,15 @@ Mode = Literal["enforce", "observe", "off"]
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 
 
-#: Options that say what a call is about; :class:`~celery_idempotent.keys.identifier.Identifier` reads them.
-KEY_OPTIONS: Final = (
-    "key",
-    "scope",
-    "namespace",
-    "fingerprint",
-)
+#: Options that say what a call is about; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
+KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint")
 
 #: Settings of the app that are no attribute of a task.
-SETTINGS: Final = (
-    "store",
-    "sweep_interval",
-)
+SETTINGS: Final = ("store", "sweep_interval")
 
 #: Attributes of the task class with our prefix that are no options.
-_METHODS: Final = (
-    "definition",
-    "policy",
-    "record",
-    "forget",
-    "release",
-    "requeue",
-    "complete",
-    "fail",
+_METHODS: Final = frozenset(
+    {"definition", "policy", "record", "forget", "release", "requeue", "complete", "fail"}
 )
 
 _UNSET: Final = object()

@@ -9,7 +9,7 @@
       ├────▶ Settled ─────▶ replay
       ├────▶ Held ────────▶ wait for the holder, then conflict
       ├────▶ Mismatched ──▶ FingerprintMismatch
-      └────▶ Unanswered ──▶ store_failed, or a run without protection
+      └────▶ no answer ───▶ store_failed, or a run without protection
 
 It knows the store and the policy, and nothing of Celery. A caller, a delivery of a task or a request of a view, is a
 subclass of :class:`Run`: its hooks say what becomes of the call.
@@ -22,7 +22,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -77,12 +77,12 @@ MAX_REFUSALS = 2
 #: A value of so many bytes may be the reason why a store that answers does not take a record.
 LARGE_VALUE = 64 * 1024
 
-
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """The store did not answer the claim, or cannot be used. Nothing ran."""
-
-    error: errors.StoreUnavailable | errors.StoreMisconfigured
+#: What a duplicate would have met, by the answer to its claim, where its task is only observed.
+_WOULD_HAVE_MET = {
+    Held: signals.conflicted,
+    Settled: signals.replayed,
+    Mismatched: signals.mismatched,
+}
 
 
 class Run(Claim):
@@ -122,11 +122,25 @@ class Run(Claim):
     fingerprint: bytes | None
     task_id: str
     worker: str
-    #: How long a settled record is kept, and how much longer than its lease one that is not.
-    settled_keep_ms: int
-    keep_ms: int
     started_at: float
     shield: Shield
+
+    def report(
+        self,
+        outcome: signals.OutcomeSignal,
+        record: Record | None = None,
+        **details: Unpack[Details],
+    ) -> None:
+        """Report an outcome of this run."""
+        store: Store | None = getattr(self, "store", None)
+        self.reporter.report(outcome, self.identity, self.task_id, record, store=store, **details)
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self.started_at
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def open_store(self) -> Store:
         """Return the store; a store error is one of the claim."""
@@ -138,10 +152,6 @@ class Run(Claim):
 
     def settled(self, state: EndState) -> None:
         """The end state is written, and reported."""
-
-    def late_error(self, error: Exception) -> Exception:
-        """Return what is raised for an exception that came after the body, from the end of its transaction."""
-        return error
 
     def is_over_time(self) -> bool:
         """Is the process ended because this very run took too long?"""
@@ -195,20 +205,22 @@ def execute(run: Run, body: Body) -> object:
                     if run.phase is not Phase.UNDONE:
                         return value
                 case Settled(record, age_ms):
-                    _report(
-                        run, signals.replayed, record, seconds=time.monotonic() - run.started_at
-                    )
+                    run.report(signals.replayed, record, seconds=run.running_s)
                     return run.replay(record, age_ms)
                 case Held(record, left_ms):
                     if not _wait_for_holder(run, left_ms):
-                        waited = time.monotonic() - run.started_at
-                        _report(run, signals.conflicted, record, seconds=waited)
+                        run.report(signals.conflicted, record, seconds=run.running_s)
                         run.shield.let_exit()
                         run.conflict(record, left_ms)
                 case Mismatched(record):
-                    raise _mismatch(run, record)
-                case Unanswered(error):
-                    _report(run, signals.store_failed, error=error)
+                    run.report(signals.mismatched, record, seconds=run.running_s)
+                    raise errors.FingerprintMismatch(
+                        f"{run.identity} belongs to task {record.task_id}, which was called with other arguments: "
+                        "a key stands for one intention. Use another key, or take what may differ out of "
+                        "idempotency_fingerprint."
+                    )
+                case error:
+                    run.report(signals.store_failed, error=error)
                     run.shield.let_exit()
                     if run.policy.on_store_error != "open":
                         run.store_failed(error)
@@ -229,15 +241,8 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
     if not run.store.joined():  # else no other thread could see it, or renew it
         heartbeat.add(run)
     try:
-        run.reporter.report(
-            signals.claimed,
-            run.identity,
-            run.task_id,
-            record,
-            store=run.store,
-            state=State.PROCESSING,
-            seconds=time.monotonic() - run.renewed_at,
-        )
+        claimed_s = time.monotonic() - run.renewed_at
+        run.report(signals.claimed, record, state=State.PROCESSING, seconds=claimed_s)
         if run.in_transaction is None:
             run.shield.open()
             value = body()
@@ -248,29 +253,19 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
             raise close_unfinished(run.name, value)
     except BaseException as error:
         run.shield.closed = True
-        end_failed(run, error)
+        _end_failed(run, error)
         if run.phase is Phase.UNDONE and isinstance(error, Exception):
             return None
         raise
     else:
         if run.phase is Phase.RUNNING:
-            settle(run, State.COMPLETED, value)
+            _settle(run, State.COMPLETED, value)
         return value
     finally:
         if run.phase in (Phase.RUNNING, Phase.RELEASED):
             run.phase = Phase.ENDED
         heartbeat.remove(run)
         current_run.reset(outer)
-
-
-def _report(
-    run: Run,
-    outcome: signals.OutcomeSignal,
-    record: Record | None = None,
-    **details: Unpack[Details],
-) -> None:
-    store: Store | None = getattr(run, "store", None)
-    run.reporter.report(outcome, run.identity, run.task_id, record, store=store, **details)
 
 
 @lru_cache(maxsize=256)
@@ -284,10 +279,9 @@ def is_unfinished(kind: type) -> bool:
 
 def close_unfinished(name: str, value: object) -> errors.IdempotencyError:
     """Close a run that was never begun, and return the error that says so."""
-    for end in ("close", "cancel"):
-        if callable(how := getattr(value, end, None)):
-            how()
-            break
+    end = getattr(value, "close", None) or getattr(value, "cancel", None)
+    if callable(end):
+        end()
     return errors.IdempotencyError(
         f"{name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. A "
         "task runs what it has to do before it returns, by asyncio.run(…) for example."
@@ -297,7 +291,7 @@ def close_unfinished(name: str, value: object) -> errors.IdempotencyError:
 # -- to claim ----------------------------------------------------------------------------------------------------------
 
 
-def _claim(run: Run) -> Answer | Unanswered:
+def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfigured:
     """Ask the store for the key; for a few seconds, and always with the same attempt, while it is away."""
     policy = run.policy
     run.phase, run.lost, run.replaced, run.known_steps = Phase.CLAIMING, False, False, None
@@ -309,7 +303,7 @@ def _claim(run: Run) -> Answer | Unanswered:
         message=run.message,
         attempt=os.urandom(ATTEMPT_BYTES),
         lease_ms=policy.lease_ms,
-        keep_ms=run.keep_ms,
+        keep_ms=policy.keep_ms,
         # A sweep leaves alone what is only observed.
         on_stale="interrupt" if policy.mode == "observe" else policy.on_stale,
     )
@@ -328,13 +322,13 @@ def _claim(run: Run) -> Answer | Unanswered:
                 run.store.forget_mark(run.identity, token=answer.record.token)
             except errors.StoreMisconfigured as error:  # noqa: PERF203  one try failed, and the next may not
                 run.shield.waiting = False
-                return Unanswered(error)
+                return error
             except (errors.StoreUnavailable, VerbInterruptedError) as error:
                 failures += 1
                 if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
                     if isinstance(error, VerbInterruptedError):
                         error = errors.StoreUnavailable(str(error))
-                    return Unanswered(error)
+                    return error
     except BaseException:
         # A greenlet, or a thread without a shield, was ended before the answer was here: the store may have given us
         # the key.
@@ -376,7 +370,7 @@ def _wait_for_holder(run: Run, left_ms: int) -> bool:
     wait_ms, longest_ms = run.policy.wait_ms, run.longest_wait_ms()
     if longest_ms is not None:
         wait_ms = min(wait_ms, longest_ms)
-    left = run.started_at + wait_ms / 1000 - time.monotonic()
+    left = wait_ms / 1000 - run.running_s
     if left <= 0:
         return False
     run.polls += 1
@@ -386,19 +380,12 @@ def _wait_for_holder(run: Run, left_ms: int) -> bool:
     return run.shield.pause(min(pause, left))
 
 
-def _mismatch(run: Run, record: Record) -> errors.FingerprintMismatch:
-    _report(run, signals.mismatched, record, seconds=time.monotonic() - run.started_at)
-    return errors.FingerprintMismatch(
-        f"{run.identity} belongs to task {record.task_id}, which was called with other arguments: a key stands for one "
-        "intention. Use another key, or take what may differ out of idempotency_fingerprint."
-    )
-
-
 def _refuse_poison(run: Run, record: Record) -> bool:
     """Settle FAILED a key that is not to be run again (celery #9082); the next claim finds that record."""
     crashes, policy = record.crashes, run.policy
+    error: errors.IdempotencyError
     if policy.on_stale == "fail":
-        error: errors.IdempotencyError = errors.ProcessingTimedOut(
+        error = errors.ProcessingTimedOut(
             f"{run.name} was not run again: the last run of {run.identity} did not come back, and "
             'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then complete '
             "the key, or forget it."
@@ -414,13 +401,13 @@ def _refuse_poison(run: Run, record: Record) -> bool:
         return False
     run.record = record
     try:
-        if run.store.settle(_end_of(run, State.FAILED, run.codec.dump_error(error))):
+        if run.store.settle(end_of(run, State.FAILED, error)):
             about: Details = {"state": State.FAILED, "error": error, "line": FAILED_WITHOUT_RUN}
-            _report(run, signals.settled, record, **about)
+            run.report(signals.settled, record, **about)
         else:
-            _report(run, signals.lease_lost, record)
+            run.report(signals.lease_lost, record)
     except STORE_ERRORS as trouble:  # nothing ran, so that is no loss: the message comes back
-        _report(run, signals.store_failed, record, error=trouble)
+        run.report(signals.store_failed, record, error=trouble)
         run.store_failed(trouble)
     return True
 
@@ -428,79 +415,85 @@ def _refuse_poison(run: Run, record: Record) -> bool:
 # -- to settle ---------------------------------------------------------------------------------------------------------
 
 
-def settle(run: Run, state: EndState, outcome: Any) -> None:
-    """Write the end state; try for a whole lease: without it another run would repeat what the body did.
-
-    A process that is being ended has one try more, and in observe mode there is only one.
-    """
-    if run.open_transactions is not None and _settle_after_commit(run, state, outcome):
+def _settle(run: Run, state: EndState, outcome: Any) -> None:
+    """Write the end state, after the COMMIT of the transactions that the caller has open, if any."""
+    error = outcome if state is State.FAILED else None
+    on_commits = [] if run.open_transactions is None else run.open_transactions(run.store)
+    if on_commits:
+        _settle_after_commit(run, end_of(run, state, outcome), error, on_commits)
         return
-    run.settling_since = time.monotonic()
     try:
-        _write_end(run, state, outcome)
+        _write_end(run, end_of(run, state, outcome), error)
     except BaseException:
         # The process, or the greenlet, ends in a moment: one last try, of the record alone.
         if run.phase is Phase.RUNNING:
             try:
-                written = run.store.settle(_end_of(run, state, _dump(run, state, outcome)))
-            except Exception as error:  # noqa: BLE001  of the store or the codec
-                _give_up(run, error)
+                written = run.store.settle(end_of(run, state, outcome))
+            except Exception as trouble:  # noqa: BLE001  of the store
+                _give_up(run, trouble)
             else:
-                _note_end(run, state, outcome, written)
+                _note_end(run, state, error, written=written)
         raise
 
 
-def _write_end(run: Run, state: EndState, outcome: Any) -> None:
-    give_up = time.monotonic() + run.policy.lease_ms / 1000
-    failures = refusals = 0
+def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
+    """Return what settles a run: without a value, if the outcome cannot be serialized."""
     value: Stored | None = None
-    while True:
+    if not run.replaced:
+        dump = run.codec.dump_value if state is State.COMPLETED else run.codec.dump_error
         try:
-            value = None if refusals >= MAX_REFUSALS else _dump(run, state, outcome)
-            end = _end_of(run, state, value)
-            run.shield.waiting = True
-            # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
-            written = run.store.settle(end) if failures else run.write_end(end)
-            run.shield.waiting = False
-        except Exception as error:  # noqa: BLE001, PERF203  of the store or the codec
-            failures += 1
-            if run.policy.mode == "observe" or not _try_again(run, failures, until=give_up):
-                _give_up(run, error)
-                return
-            refusals = refusals + 1 if _is_refused(run, value, error) else 0
-            if refusals == MAX_REFUSALS:
-                logger.warning(
-                    "idempotency: the store does not take the result of %s (%s), which is settled without it: "
-                    "duplicates %s",
-                    run.identity,
-                    error,
-                    WITHOUT_VALUE[state],
-                )
-        else:
-            _note_end(run, state, outcome, written)
-            return
-
-
-def _dump(run: Run, state: EndState, outcome: Any) -> Stored | None:
-    if run.replaced:
-        return None
-    dump = run.codec.dump_value if state is State.COMPLETED else run.codec.dump_error
-    return dump(outcome)
-
-
-def _end_of(run: Run, state: EndState, value: Stored | None) -> SettleRequest:
+            value = dump(outcome)
+        except Exception as error:  # noqa: BLE001  of classes of any kind
+            _warn_without_value(run, state, error)
     return SettleRequest(
         record=run.record,
         state=state,
         value=value,
-        keep_ms=run.settled_keep_ms,
+        keep_ms=run.policy.settled_keep_ms,
         replaced=run.replaced,
     )
 
 
-def _note_end(run: Run, state: EndState, outcome: Any, written: bool) -> None:
+def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> None:
+    """Write the end state; try for a whole lease: without it another run would repeat what the body did.
+
+    A process that is being ended has one try more, and in observe mode there is only one.
+    """
+    run.settling_since = time.monotonic()
+    give_up = run.settling_since + run.policy.lease_ms / 1000
+    failures = refusals = 0
+    while True:
+        try:
+            run.shield.waiting = True
+            # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
+            written = run.store.settle(end) if failures else run.write_end(end)
+            run.shield.waiting = False
+        except Exception as error:  # noqa: BLE001, PERF203  of the store
+            failures += 1
+            if run.policy.mode == "observe" or not _try_again(run, failures, until=give_up):
+                _give_up(run, error)
+                return
+            refusals = refusals + 1 if _is_refused(run, end.value, error) else 0
+            if refusals == MAX_REFUSALS:
+                _warn_without_value(run, end.state, error)
+                end = replace(end, value=None)
+        else:
+            _note_end(run, end.state, failure, written=written)
+            return
+
+
+def _warn_without_value(run: Run, state: EndState, error: Exception) -> None:
+    logger.warning(
+        "idempotency: the store does not take the result of %s (%s), which is settled without it: duplicates %s",
+        run.identity,
+        error,
+        WITHOUT_VALUE[state],
+    )
+
+
+def _note_end(run: Run, state: EndState, error: BaseException | None, *, written: bool) -> None:
     if written:
-        report_settled(run, state, outcome if state is State.FAILED else None)
+        report_settled(run, state, error)
     else:
         _lose(run)
 
@@ -511,16 +504,7 @@ def report_settled(run: Run, state: EndState, error: BaseException | None = None
         return
     run.phase = Phase.SETTLED
     took = None if run.settling_since is None else time.monotonic() - run.settling_since
-    run.reporter.report(
-        signals.settled,
-        run.identity,
-        run.task_id,
-        run.record,
-        store=run.store,
-        state=state,
-        error=error,
-        seconds=took,
-    )
+    run.report(signals.settled, run.record, state=state, error=error, seconds=took)
     if run.has_callbacks:
         run.settled(state)
 
@@ -550,49 +534,35 @@ def _give_up(run: Run, error: Exception) -> None:
     if run.policy.mode == "observe":
         logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
     else:
-        _report(run, signals.settle_failed, run.record, error=error)
+        run.report(signals.settle_failed, run.record, error=error)
 
 
-def _settle_after_commit(run: Run, state: EndState, outcome: Any) -> bool:
-    """Put the settle off until the caller's transactions commit; ``False``: none is open, or one has the record.
-
-    A rollback drops the hooks, and the lease ends the claim.
-    """
-    assert run.open_transactions is not None
-    on_commits = run.open_transactions(run.store)
-    if not on_commits:
-        return False
-    value: Stored | None = None
-    with suppress(Exception):  # as in settle(): without a value, if it cannot be serialized
-        value = _dump(run, state, outcome)
-    end, uncommitted = _end_of(run, state, value), len(on_commits)
+def _settle_after_commit(
+    run: Run, end: SettleRequest, error: BaseException | None, on_commits: Sequence[OnCommit]
+) -> None:
+    """Put the settle off until the caller's transactions commit; a rollback drops it, and the lease ends the claim."""
+    uncommitted = len(on_commits)
 
     def after_commit() -> None:
         nonlocal uncommitted
         uncommitted -= 1
         if uncommitted:
             return
-        run.settling_since = time.monotonic()
-        until = run.settling_since + run.policy.lease_ms / 1000
+        was_closed = run.shield.close()
         try:
-            written = backoff.persist(
-                lambda: run.store.settle(end), until=until, errors=STORE_ERRORS
-            )
-        except STORE_ERRORS as error:
-            _give_up(run, error)
-        else:
-            _note_end(run, state, outcome, written)
+            _write_end(run, end, error)
+        finally:
+            run.shield.leave(was_closed=was_closed, nested=True)
 
     for on_commit in on_commits:
         on_commit(after_commit)
     run.phase = Phase.AWAITS_COMMIT
-    return True
 
 
 # -- to release --------------------------------------------------------------------------------------------------------
 
 
-def end_failed(run: Run, error: BaseException) -> None:
+def _end_failed(run: Run, error: BaseException) -> None:
     """End the claim of a body that raised ``error``.
 
     ::
@@ -606,14 +576,12 @@ def end_failed(run: Run, error: BaseException) -> None:
         the same, where a client asks for the        settled FAILED
         outcome, with no steps recorded
     """
-    if (
-        run.phase is not Phase.RUNNING
-    ):  # released for a retry or a replacement by the body; ended by its transaction
-        return
+    if run.phase is not Phase.RUNNING:
+        return  # released for a retry or a replacement by the body; ended by its transaction
     if run.replaced:
-        settle(run, State.COMPLETED, None)
+        _settle(run, State.COMPLETED, None)
     elif _is_final(run, error):
-        settle(run, State.FAILED, error)
+        _settle(run, State.FAILED, error)
     elif not isinstance(error, Exception) and run.is_over_time():
         # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
         run.phase = Phase.ENDED
@@ -663,7 +631,7 @@ def release(
     try:
         while True:
             try:
-                run.shield.waiting = not at_exit
+                run.shield.waiting = True
                 released = run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
                 run.shield.waiting = False
             except _UNANSWERED as trouble:  # noqa: PERF203  one try failed, and the next may not
@@ -675,20 +643,15 @@ def release(
             else:
                 # An earlier try may have released the key, and its answer was lost: report that, too.
                 if released or failures:
-                    state = _state_after(run, requeue_ms)
-                    _report(run, signals.released, run.record, state=state, error=error)
+                    state = State.INTERRUPTED if run.has_steps else None  # None: it is deleted
+                    if requeue_ms is not None and (run.record.reserved or run.message is not None):
+                        state = State.QUEUED
+                    run.report(signals.released, run.record, state=state, error=error)
                 return released
     except BaseException:
         with suppress(Exception):  # the process, or the greenlet, may be about to end: one last try
             run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
         raise
-
-
-def _state_after(run: Run, requeue_ms: int | None) -> State | None:
-    """Return what a release made of the record; ``None``: it is deleted."""
-    if requeue_ms is not None and (run.record.reserved or run.message is not None):
-        return State.QUEUED
-    return State.INTERRUPTED if run.has_steps else None
 
 
 def find_newer_claim(run: Run) -> bool:
@@ -708,7 +671,7 @@ def _lose(run: Run) -> None:
     """A newer claim has the key: drop what this run did, and go on as its duplicate."""
     observed = run.policy.mode == "observe"
     run.phase = Phase.ENDED if observed else Phase.UNDONE
-    _report(run, signals.lease_lost, run.record, observed=observed)
+    run.report(signals.lease_lost, run.record, observed=observed)
 
 
 # -- without protection ------------------------------------------------------------------------------------------------
@@ -716,17 +679,13 @@ def _lose(run: Run) -> None:
 
 def _observe(run: Run, body: Body) -> object:
     """Run whatever the store says; record, count and log what would have been a duplicate."""
-    match _claim(run):
-        case Claimed(record):
-            return _run_body(run, record, body)
-        case Held(record, _):
-            _report(run, signals.conflicted, record, observed=True)
-        case Settled(record, _):
-            _report(run, signals.replayed, record, observed=True)
-        case Mismatched(record):
-            _report(run, signals.mismatched, record, observed=True)
-        case Unanswered(error):
-            _report(run, signals.store_failed, error=error, observed=True)
+    answer = _claim(run)
+    if isinstance(answer, Claimed):
+        return _run_body(run, answer.record, body)
+    if isinstance(answer, STORE_ERRORS):
+        run.report(signals.store_failed, error=answer, observed=True)
+    else:
+        run.report(_WOULD_HAVE_MET[type(answer)], answer.record, observed=True)
     return _run_unguarded(run, body)
 
 

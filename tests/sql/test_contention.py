@@ -351,46 +351,27 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
     assert here.store.get(KEY) is None
 
 
-WANTED: dict[str, Any] = {"autoretry_for": (OperationalError,), "max_retries": 1}
-
-
-@pytest.mark.parametrize(
-    ("options", "retries"),
-    [
-        (WANTED, [1]),
-        ({**WANTED, "dont_autoretry_for": (DatabaseError,)}, []),
-        ({**WANTED, "max_retries": 0}, []),
-        ({}, []),
-    ],
-    ids=["wanted", "excepted", "used up", "not wanted"],
-)
-def test_what_collides_to_the_end_is_retried_as_an_error_of_the_body_is(
-    place: Callable[..., Place],
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    retries: list[int],
+def test_what_collides_to_the_end_fails_the_task(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ):
+    """Celery's ``autoretry_for`` sees the errors of the body alone."""
     here = place("postgresql", "serializable")
     monkeypatch.setattr(atomic, "MAX_REPEATS", 0)
-    ours: Any = {"base": IdempotentTask, "shared": False, "name": "book", **options}
+    ours: Any = {"base": IdempotentTask, "shared": False, "name": "book"}
 
-    @an_app(here.store).task(**ours, idempotency_key="name", idempotency_atomic=True)
+    @an_app(here.store).task(
+        **ours, idempotency_key="name", idempotency_atomic=True, autoretry_for=(OperationalError,)
+    )
     def book(name: str) -> None:
-        here.runs += 1
         here.seats(here.alias)
         here.book(here.alias, name)
-        if here.runs == 1:
-            here.in_between()
+        here.in_between()
 
-    before = (book.run, book.max_retries)
     ended = deliver_message(book, message_of(book, ("ann",), {}))
-    assert ended.state == ("RETRY" if retries else "FAILURE")
-    assert [each.headers["retries"] for each in ended.published] == retries
-    assert (book.run, book.max_retries) == before
+    assert ended.state == "FAILURE"
+    assert not ended.published
     assert here.store.get(Identity(namespace="book", key="ann")) is None
-    for message in ended.published:
-        assert deliver_message(book, message).state == "SUCCESS"
-    assert ("ann" in here.names()) is bool(retries)
+    assert "ann" not in here.names()
 
 
 def test_a_message_that_was_rolled_back_comes_back_as_it_was(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from celery_idempotent.events import Reporter
@@ -60,7 +60,6 @@ class Call:
     keep_failure: bool = False
     control: tuple[type[Exception], ...] = ()
     longest_wait_ms: int | None = None
-    on_late_error: Callable[[Exception], Exception] = field(default=lambda error: error)
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
 
 
@@ -72,7 +71,6 @@ class CallRun(Run):
     def __init__(self, runner: Runner, call: Call) -> None:
         self.name, self.policy, self.codec = runner.name, runner.policy, runner.codec
         self.reporter = runner.reporter
-        self.keep_ms, self.settled_keep_ms = self.policy.keep_ms, self.policy.settled_keep_ms
         self.open_store = runner.store  # type: ignore[method-assign]
         self.call = call
         self.identity, self.fingerprint = call.identity, call.fingerprint
@@ -81,9 +79,6 @@ class CallRun(Run):
         self.open_transactions = call.open_transactions
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
-
-    def late_error(self, error: Exception) -> Exception:
-        return self.call.on_late_error(error)
 
     def longest_wait_ms(self) -> int | None:
         return self.call.longest_wait_ms

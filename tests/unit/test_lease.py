@@ -80,16 +80,18 @@ def store() -> Store:
 
 
 @pytest.fixture
-def heartbeat() -> Iterator[Heartbeat]:
+def heartbeat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
     """A heartbeat of the test's own; its thread ends with the test."""
     counters._forget()  # what the store of another test did not take, and a thread would live for
     before = known_threads()
     heartbeat = Heartbeat()
     yield heartbeat
     heartbeat._due.clear()
-    heartbeat.finish()
-    # A thread that has said so is there for another moment, and would be counted by the next test.
-    wait_for(lambda: known_threads() <= before, what="the end of the thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "LINGER", 0.0)
+        heartbeat._ring()
+        # A thread that has said so is there for another moment, and would be counted by the next test.
+        wait_for(lambda: known_threads() <= before, what="the end of the thread")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from celery_idempotent.celery.republish import longest_wait_ms
 
 
 def task(visibility_timeout: int | None = None, **options: Any) -> Any:
-    app = Celery("republish", set_as_current=False)
+    app = Celery("republish", broker="redis://", set_as_current=False)
     app.conf.idempotency_store = "memory://"
     if visibility_timeout:
         app.conf.broker_transport_options = {"visibility_timeout": visibility_timeout}

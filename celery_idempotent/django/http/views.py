@@ -177,7 +177,6 @@ class _RequestRun(Run):
         self.guard, self.guarded, self.identity = guard, guarded, identity
         self.name, self.policy = guard.name, options.policy
         self.codec, self.reporter = guard.codec, guard.reporter
-        self.keep_ms, self.settled_keep_ms = self.policy.keep_ms, self.policy.settled_keep_ms
         self.fingerprint = request_fingerprint(guarded.request, guarded.seen, options)
         self.task_id = str(uuid.uuid4())
         self.worker = worker_name(os.getpid())
