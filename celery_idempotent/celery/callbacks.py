@@ -138,7 +138,8 @@ def expect_callbacks(
 
 def mark_success(sender: AnyTask, **_: object) -> None:
     """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    _mark(sender, State.COMPLETED)
+    if (pending := current_pending.get()) is not None:
+        _mark(pending, sender, State.COMPLETED)
 
 
 def mark_failure(sender: AnyTask, **_: object) -> None:
@@ -147,13 +148,13 @@ def mark_failure(sender: AnyTask, **_: object) -> None:
     Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
     and stays undelivered.
     """
-    _mark(sender, State.FAILED)
+    if (pending := current_pending.get()) is not None:
+        _mark(pending, sender, State.FAILED)
 
 
-def _mark(task: AnyTask, state: State) -> None:
+def _mark(pending: PendingCallbacks, task: AnyTask, state: State) -> None:
     """Mark the record as delivered; if that fails, its callbacks may be sent once more."""
-    pending = current_pending.get()
-    if pending is None or pending.task_id != task.request.id or pending.state is not state:
+    if pending.task_id != task.request.id or pending.state is not state:
         return
     current_pending.set(None)
     if pending.token is None:

@@ -29,7 +29,7 @@ from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
 
-from celery_idempotent.celery import callbacks, exchanges, fused, republish
+from celery_idempotent.celery import callbacks, fused, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.errors import (
     InvalidKey,
@@ -90,7 +90,7 @@ class Delivery(Run):
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
         self.worker = _worker[0] if _worker else _first_delivery()
-        self.task_id = str(request.id or _id_of_direct_call(task, request))
+        self.task_id = str(request.id or uuid())
         identified, info = _read(self, args, kwargs)
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
         if stamp.KEEP_FAILURE in info:
@@ -226,22 +226,14 @@ class Delivery(Run):
             return value
         if state == "FAILURE" and isinstance(value, Exception):
             raise value
-        wait_ms = self._longest_replacement_ms() if record.replaced else policy.lease_ms
+        # A replacement may take its time; but once the record is gone, the duplicate would run.
+        wait_ms = policy.settled_keep_ms // 2 if record.replaced else policy.lease_ms
         if state and age_ms < wait_ms and record.task_id != self.request.id:
             republish.conflict(self, record, policy.lease_ms)
         raise ResultUnavailable(
             f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
             "and is not in the result backend."
         )
-
-    def _longest_replacement_ms(self) -> int:
-        """Return how long a duplicate waits for the result of a replacement.
-
-        That may take its time, or ignore its result. But once the record is gone, the duplicate would run.
-        """
-        longest = self.policy.settled_keep_ms // 2
-        expires = getattr(self.task.backend, "expires", None)
-        return min(longest, int(expires * 1000)) if expires else longest
 
 
 def deliver(
@@ -265,7 +257,7 @@ def deliver(
         body = repeatable(call_next, args, kwargs, eager=bool(request.is_eager))
     else:
         body = partial(call_next, *args, **kwargs)
-    if run.identity.by_task_id and exchanges.is_broadcast(request):
+    if run.identity.by_task_id and republish.is_broadcast(request):
         # Each worker has the message under this task id, and each is to run it.
         return execute_unguarded(run, body)
     while True:
@@ -396,14 +388,6 @@ def identify_delivery(
         key=info.get(stamp.RAW_KEY),
         scope=info.get(stamp.RAW_SCOPE),
     )
-
-
-def _id_of_direct_call(task: DefinedTask, request: Any) -> str:
-    """Return an id for a call as a function, which has none: the same for as long as the call lasts."""
-    if request is not task.request_stack.top:
-        return uuid()  # of run() itself, whose calls share one request
-    made: str = vars(request).setdefault("idempotency_call", uuid())
-    return made
 
 
 def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:

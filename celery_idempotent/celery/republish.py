@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from kombu import Exchange, Queue
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
 from celery_idempotent import backoff
-from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
 from celery_idempotent.keys.stamp import as_mapping, read_stamp, with_stamp
@@ -212,7 +212,7 @@ def _again(
         retries=request.retries,
         add_to_parent=False,
         **as_published(request),
-        **exchanges.way_back(task.app, request),
+        **way_back(task.app, request),
         **options,
     )
     return count, delay, again
@@ -265,7 +265,7 @@ def _publish_again(run: DeliveredRun, again: Sig, delay: float) -> None:
         NotRepublishedError: after a pause, if it is to ask again here.
     """
     task, request = run.task, run.request
-    if exchanges.is_broadcast(request) and _broker(task).transport.driver_type == "redis":
+    if is_broadcast(request) and _broker(task).transport.driver_type == "redis":
         # Redis broadcasts with PUBLISH: nothing can be put into the queue of one worker.
         if not run.shield.pause(min(delay, _LONGEST_STAY)):
             run.shield.open()
@@ -305,6 +305,78 @@ def _broker(task: AnyTask) -> Any:
     """Return the connection that messages are published by, as Celery asks it."""
     pool: Any = task.app.pool
     return pool.connection
+
+
+# -- the queue that a delivery came from, and its copies go to --------------------------------------------------------
+#
+# An exchange may give one message to several queues: a fanout exchange (kombu's ``Broadcast``) to all, a topic exchange
+# to those whose binding matches. A copy that goes through the exchange again would come out of each of them::
+#
+#     queue a ─ worker A: runs                               queue a ─ worker A: runs
+#     queue b ─ worker B: Held ─ exchange ─┬─ queue a …      queue b ─ worker B: Held ─ queue b
+#                                          └─ queue b …
+
+#: In the properties of a request: its queue, and whether its exchange gives each message to all queues. The worker's
+#: main process notes them: ``-Q``, ``celery control add_consumer`` and the name of a Broadcast queue are its own.
+_QUEUE, _BROADCAST = "idempotency_queue", "idempotency_broadcast"
+
+#: Celery's delayed delivery in RabbitMQ: the routing key has the delay in binary before it.
+_DELAYED_EXCHANGE = "celery_delayed_"
+_DELAY = re.compile(r"(?:[01]\.){28}")
+
+
+def origin(app: Celery, delivery_info: Mapping[str, object]) -> Options:
+    """Return the properties that say where a delivery came from; none for the default exchange."""
+    exchange, key = str(delivery_info.get("exchange") or ""), str(delivery_info.get("routing_key"))
+    if not exchange:
+        return {}
+    if exchange.startswith(_DELAYED_EXCHANGE):
+        exchange, key = "", _DELAY.sub("", key)
+    for name, bound, pattern in _bindings(app.amqp.queues.consume_from):
+        if exchange in ("", bound.name) and _matches(bound.type, pattern, key):
+            return {_QUEUE: name, _BROADCAST: bound.type == "fanout"}
+    return {}
+
+
+def _bindings(queues: Mapping[str, Any]) -> Iterator[tuple[str, Exchange, str]]:
+    for name, queue in list(queues.items()):
+        for each in queue.bindings or (queue,):
+            if each.exchange is not None:
+                yield name, each.exchange, each.routing_key or ""
+
+
+def _matches(kind: str, pattern: str, key: str) -> bool:
+    """Would an exchange of this kind give a message with this routing key to the binding?"""
+    if kind == "direct":
+        return pattern == key
+    if kind != "topic":
+        return True
+    words = {"*": r"[^.]*", "#": ".*"}
+    regex = r"\.".join(words.get(word, re.escape(word)) for word in pattern.split("."))
+    # "#" also stands for no word at all.
+    regex = regex.replace(r".*\.", r"(?:.*\.)?").replace(r"\..*", r"(?:\..*)?")
+    return re.fullmatch(regex, key) is not None
+
+
+def is_broadcast(request: Context) -> bool:
+    """Does the exchange of this delivery give each message to all of its queues?"""
+    return bool(as_mapping(request.properties).get(_BROADCAST))
+
+
+def way_back(app: Celery, request: Context) -> Options:
+    """Return the options that publish a copy to the queue of this delivery; none if that is not known."""
+    info = as_mapping(request.delivery_info)
+    name = as_mapping(request.properties).get(_QUEUE)
+    if name is None and info.get("exchange") == "":
+        name = info.get("routing_key")
+    if not name:
+        return {}
+    only = Queue(str(name), Exchange(type="direct"), routing_key=str(name), no_declare=True)
+    # Explicit, because those of task_routes would come before those of the queue.
+    options: Options = {"queue": only, "exchange": "", "routing_key": only.name}
+    if name in app.amqp.queues:
+        options["declare"] = [app.amqp.queues[str(name)]]
+    return options
 
 
 # -- how long a broker waits for an acknowledgement -------------------------------------------------------------------

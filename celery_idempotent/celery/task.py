@@ -6,17 +6,26 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
-from celery_idempotent.celery import callbacks, installation, publishing, replacing
-from celery_idempotent.celery.definition import DefinedTask, define, is_celerys_own
+from celery_idempotent.celery import callbacks, installation, publishing
+from celery_idempotent.celery.definition import DefinedTask, Definition, define, is_celerys_own
 from celery_idempotent.celery.delivery import Delivery, deliver, delivery_of, next_after_ours
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
+from celery_idempotent.celery.trees import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.celery.typed import Result, Sig
-from celery_idempotent.errors import FingerprintMismatch, InProgress, InvalidOption
+from celery_idempotent.errors import (
+    FingerprintMismatch,
+    IdempotencyError,
+    InProgress,
+    InvalidOption,
+)
+from celery_idempotent.keys import stamp
+from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.run import OnCommit, give_back, run_in_progress, unguarded
-from celery_idempotent.records import Record
+from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
 from celery_idempotent.stores import get_store
 
@@ -170,12 +179,52 @@ class IdempotentTask(DefinedTask):
         return ()
 
     def replace(self, sig: Sig) -> Any:
-        """Replace this task with another, as Celery does; the record is completed as *replaced*."""
-        return replacing.replace(self, sig, super().replace)
+        """Replace this task with another, as Celery does; the record is completed as *replaced*.
+
+        ::
+
+            run ─ self.replace(sig): publish sig ─┬─ settle: COMPLETED, replaced ─ ack
+                                                  └─ ✗ redelivered: run again, replaced again under the same task id
+
+        A process that dies in between repeats the body; its replacement has the same id twice, and as an IdempotentTask
+        takes effect once. A replacement with this task's own key must find that free: the key is given back before, and
+        nothing is recorded.
+
+        Raises:
+            IdempotencyError: in an atomic task, whose replacement cannot be published before its transaction commits.
+        """
+        run, definition = run_in_progress(), self.idempotency_definition()
+        unstamp(sig, self.request.id)
+        if run is None or run.task_id != self.request.id or definition is None:
+            return super().replace(sig)
+        parts = canvas_tasks(sig)
+        if any(_has_identity(part, definition, run.identity) for part in parts):
+            if run.transaction is not None:
+                raise IdempotencyError(
+                    f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
+                    "before its transaction is committed: give the replacement a key of its own."
+                )
+            # When a task of a canvas is sent is not known: no deadline, or it would count as lost before.
+            lost_ms = publishing.lost_after_ms(sig.options) if parts == [sig] else None
+            give_back(run, requeue_ms=lost_ms)
+        try:
+            return super().replace(sig)
+        except Ignore:
+            run.replaced = run.phase is not Phase.RELEASED and not self.request.is_eager
+            raise
 
     def on_replace(self, sig: Sig) -> Any:
-        """Publish the replacement, unless a transaction is open that may still be rolled back."""
-        replacing.refuse_in_transaction(self)
+        """Publish the replacement, unless a transaction is open that may still be rolled back.
+
+        Raises:
+            IdempotencyError: if the claim in progress has a transaction, and there is no outbox.
+        """
+        claim = current_claim()
+        if claim is not None and claim.transaction is not None and not self.request.is_eager:
+            raise IdempotencyError(
+                f"{self.name} is atomic, and its replacement has to be staged in its transaction: take "
+                "celery_idempotent.django.IdempotentTask as its base."
+            )
         return super().on_replace(sig)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,6 +302,22 @@ class IdempotentTask(DefinedTask):
 
     def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:
         return operate_or_raise(self.app, self._ours().identifier.identity(key, scope), request)
+
+
+def _has_identity(sig: AnySignature, definition: Definition, identity: Identity) -> bool:
+    """Will this signature claim the same key?"""
+    if sig.get("task") != definition.name:
+        return False
+    options = as_mapping(sig.get("options"))
+    said = stamp.read_stamp(as_mapping(options.get("headers")), None)
+    identified = definition.identifier.identify(
+        sig.get("args"),
+        sig.get("kwargs"),
+        task_id="",
+        key=options.get(stamp.KEY_HEADER, said.get(stamp.RAW_KEY)),
+        scope=options.get(stamp.SCOPE_HEADER, said.get(stamp.RAW_SCOPE)),
+    )
+    return identified.identity == identity
 
 
 def _put_claim_first(task: type[IdempotentTask]) -> None:

@@ -22,7 +22,7 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.celery import exchanges
+from celery_idempotent.celery import republish
 from celery_idempotent.celery.callbacks import brings_callbacks, outcome_of
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.events import Line, Reporter, counters, worker_name
@@ -154,7 +154,7 @@ class Request(CeleryRequest):
             **as_mapping(request["properties"]),
             # Some transports leave it out.
             "content_type": getattr(message, "content_type", None),
-            **exchanges.origin(self.task.app, self.delivery_info),
+            **republish.origin(self.task.app, self.delivery_info),
         }
 
     def on_failure(

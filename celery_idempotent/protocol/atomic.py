@@ -33,8 +33,8 @@ from celery_idempotent.protocol.run import (
     end_of,
     find_newer_claim,
     is_unfinished,
+    note_end,
     release,
-    report_settled,
 )
 from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store, Transaction
@@ -136,7 +136,7 @@ class _Attempt:
         finally:
             run.shield.closed = True
             run.transaction = None
-        report_settled(run, State.COMPLETED)
+        note_end(run, State.COMPLETED)
         return self._returned()
 
     def _returned(self) -> object:
@@ -209,7 +209,7 @@ class _Attempt:
             unknown = f"it is unknown whether the transaction of {run.identity} was committed"
             run.store_failed(StoreUnavailable(unknown), begun=True)
         if committed:
-            report_settled(run, State.COMPLETED)
+            note_end(run, State.COMPLETED)
         return committed
 
     def _repeat(self, error: Exception) -> None:

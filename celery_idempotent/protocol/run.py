@@ -74,7 +74,7 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 
 #: After so many refusals in a row the end state is written without the value.
 MAX_REFUSALS = 2
-#: A value of so many bytes may be the reason why a store that answers does not take a record.
+#: A value of so many bytes may be the reason why a store seems to be away.
 LARGE_VALUE = 64 * 1024
 
 #: What a duplicate would have met, by the answer to its claim, where its task is only observed.
@@ -315,7 +315,7 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
                 run.shield.waiting = True
                 run.renewed_at = time.monotonic()
                 answer = run.store.claim(request)
-                if not _is_mark(answer, run):
+                if policy.retention_ms or not _is_mark(answer, run):
                     run.shield.waiting = False
                     return answer
                 # This message is another one: delete the record, and claim again.
@@ -343,8 +343,7 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
 def _is_mark(answer: Answer, run: Run) -> TypeGuard[Settled | Mismatched]:
     """Is this the mark of a retention of 0? A settled record then only answers redeliveries of its own message."""
     return (
-        not run.policy.retention_ms
-        and isinstance(answer, (Settled, Mismatched))
+        isinstance(answer, (Settled, Mismatched))
         and answer.record.task_id != run.task_id
         and run.policy.forgets(answer.record)
     )
@@ -432,7 +431,7 @@ def _settle(run: Run, state: EndState, outcome: Any) -> None:
             except Exception as trouble:  # noqa: BLE001  of the store
                 _give_up(run, trouble)
             else:
-                _note_end(run, state, error, written=written)
+                note_end(run, state, error, written=written)
         raise
 
 
@@ -473,12 +472,12 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
             if run.policy.mode == "observe" or not _try_again(run, failures, until=give_up):
                 _give_up(run, error)
                 return
-            refusals = refusals + 1 if _is_refused(run, end.value, error) else 0
+            refusals = refusals + 1 if _is_refused(end.value, error) else 0
             if refusals == MAX_REFUSALS:
                 _warn_without_value(run, end.state, error)
                 end = replace(end, value=None)
         else:
-            _note_end(run, end.state, failure, written=written)
+            note_end(run, end.state, failure, written=written)
             return
 
 
@@ -491,15 +490,13 @@ def _warn_without_value(run: Run, state: EndState, error: Exception) -> None:
     )
 
 
-def _note_end(run: Run, state: EndState, error: BaseException | None, *, written: bool) -> None:
-    if written:
-        report_settled(run, state, error)
-    else:
+def note_end(
+    run: Run, state: EndState, error: BaseException | None = None, *, written: bool = True
+) -> None:
+    """Note and report that the end state is written, once; or that a newer claim has the key."""
+    if not written:
         _lose(run)
-
-
-def report_settled(run: Run, state: EndState, error: BaseException | None = None) -> None:
-    """Note and report that the end state is written, once."""
+        return
     if run.phase is Phase.SETTLED:
         return
     run.phase = Phase.SETTLED
@@ -509,23 +506,15 @@ def report_settled(run: Run, state: EndState, error: BaseException | None = None
         run.settled(state)
 
 
-def _is_refused(run: Run, value: Stored | None, error: Exception) -> bool:
-    """Is it the value that cannot be stored? Then the store answers a question, and is not merely away.
+def _is_refused(value: Stored | None, error: Exception) -> bool:
+    """Is it the value that cannot be stored, as far as the error tells?
 
-    A server that ends the connection of a client whose command is too large looks like one that is lost. An error
-    that may pass is therefore taken for a refusal only with a large value.
+    A server that ends the connection of a client whose command is too large looks like one that is away: an error that
+    may pass is taken for a refusal with a large value.
     """
-    if not isinstance(error, _UNANSWERED):
-        return True
     if value is None or isinstance(error, VerbInterruptedError):
         return False
-    if isinstance(error, errors.StoreUnavailable) and len(value.body) < LARGE_VALUE:
-        return False
-    try:
-        run.store.get(run.identity)
-    except STORE_ERRORS:
-        return False
-    return True
+    return len(value.body) >= LARGE_VALUE or not isinstance(error, errors.StoreUnavailable)
 
 
 def _give_up(run: Run, error: Exception) -> None:

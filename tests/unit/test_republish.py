@@ -10,7 +10,7 @@ from celery import Celery
 from kombu import Exchange, Queue, binding
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery import exchanges
+from celery_idempotent.celery import republish
 from celery_idempotent.celery.republish import longest_wait_ms
 
 
@@ -68,6 +68,6 @@ def test_the_queue_of_a_delivery_is_found_by_its_routing_key(exchange, key, queu
         Queue("straight", Exchange("direct"), "k"),
         Queue("heads", Exchange("headers", "headers")),
     ]
-    found = exchanges.origin(app, {"exchange": exchange, "routing_key": key})
+    found = republish.origin(app, {"exchange": exchange, "routing_key": key})
     assert found.get("idempotency_queue") == queue
     assert not found.get("idempotency_broadcast")

@@ -561,10 +561,10 @@ class TestStoreFailures:
     ):
         store.fail("settle", SystemExit)
 
-        def report(*_: object) -> None:
+        def report(*_: object, **__: object) -> None:
             raise ValueError("a fault")
 
-        monkeypatch.setattr(protocol, "report_settled", report)
+        monkeypatch.setattr(protocol, "note_end", report)
         with pytest.raises(ValueError, match="a fault"):
             execute(lambda: 1)
         assert memory.get(IDENTITY).state is State.COMPLETED
