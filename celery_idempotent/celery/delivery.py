@@ -90,7 +90,7 @@ class Delivery(Run):
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
         self.worker = _worker[0] if _worker else _first_delivery()
-        self.task_id = str(request.id or uuid())
+        self.task_id = str(request.id or _id_of_direct_call(task, request))
         identified, info = _read(self, args, kwargs)
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
         if stamp.KEEP_FAILURE in info:
@@ -388,6 +388,14 @@ def identify_delivery(
         key=info.get(stamp.RAW_KEY),
         scope=info.get(stamp.RAW_SCOPE),
     )
+
+
+def _id_of_direct_call(task: DefinedTask, request: Any) -> str:
+    """Return an id for a call as a function, which has none: the same for as long as the call lasts."""
+    if request is not task.request_stack.top:
+        return uuid()  # of run() itself, whose calls share one request
+    made: str = vars(request).setdefault("idempotency_call", uuid())
+    return made
 
 
 def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
