@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 PAUSE = 1.0
 
 #: On an exception, which takes it to the main process: the outcome for the message that ended with it.
-_OUTCOME = "idempotency_outcome"
+OUTCOME = "idempotency_outcome"
 
 #: These come from a signature or a value: the next try would meet them again.
 _PERMANENT = (SerializationError, SerializerNotInstalled, IdempotencyError)
@@ -237,7 +237,7 @@ def _comes_back(
         pending.task_id,
         reason,
     )
-    setattr(ended_with, _OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
+    setattr(ended_with, OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
     if not published:
         with suppress(SoftTimeLimitExceeded):
             time.sleep(PAUSE)
@@ -254,9 +254,3 @@ def is_transient(error: BaseException) -> bool:
     return not isinstance(error, _PERMANENT) and any(
         str(frame.f_globals.get("__name__")).startswith(_CLIENTS) for frame in frames
     )
-
-
-def outcome_of(error: BaseException | None) -> Ignore | Reject | None:
-    """Return the outcome for a message that ended with this error, if its task is done."""
-    outcome: Ignore | Reject | None = getattr(error, _OUTCOME, None)
-    return outcome

@@ -42,7 +42,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
-from celery_idempotent.protocol.run import PROTOCOL, Run, execute, execute_unguarded
+from celery_idempotent.protocol.run import PROTOCOL, Run, execute
 from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State, Stored
 from celery_idempotent.stores import get_store
 
@@ -96,6 +96,7 @@ class Delivery(Run):
         if stamp.KEEP_FAILURE in info:
             self.keeps_failure = True
         self.has_callbacks = callbacks.brings_callbacks(request)
+        self.is_broadcast = identified.identity.by_task_id and republish.is_broadcast(request)
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
         if request.is_eager:
@@ -152,8 +153,14 @@ class Delivery(Run):
         return time.monotonic() - self.started_at >= limit - max(_MARGIN_S, _MARGIN * limit)
 
     def longest_wait_ms(self) -> int | None:
-        """Return how long this delivery may hold its worker while another runs."""
-        return republish.longest_wait_ms(self.task, self.request)
+        """Return how long this delivery may hold its worker while another runs; ``None``: as its policy wants.
+
+        Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them
+        wait.
+        """
+        if self.request.is_eager:
+            return 0
+        return int(republish.unacknowledged_s(self.task) * 1000) if self.task.acks_late else None
 
     def conflict(self, record: Record, left_ms: int) -> NoReturn:
         """Another run holds the key: republish this copy, drop or fail it."""
@@ -257,9 +264,6 @@ def deliver(
         body = repeatable(call_next, args, kwargs, eager=bool(request.is_eager))
     else:
         body = partial(call_next, *args, **kwargs)
-    if run.identity.by_task_id and republish.is_broadcast(request):
-        # Each worker has the message under this task id, and each is to run it.
-        return execute_unguarded(run, body)
     while True:
         try:
             return execute(run, body)

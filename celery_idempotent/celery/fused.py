@@ -54,19 +54,19 @@ _is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ig
 #: A larger result takes long to send: it is left to Celery, which waits longer for Redis than a store does.
 _LARGEST = 1024 * 1024
 
-_plans: weakref.WeakKeyDictionary[AnyBackend, _Plan] = weakref.WeakKeyDictionary()
+#: For each backend: the store that may write its results, and the prefix of their keys; ``None``: no store may.
+_prefixes: weakref.WeakKeyDictionary[AnyBackend, tuple[Store, bytes | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class _Plan:
-    """How one result backend names its keys; ``prefix`` is ``None`` if this store cannot write its results."""
-
-    __slots__ = ("prefix", "store")
-
-    def __init__(self, backend: AnyBackend, store: Store) -> None:
-        self.store = store
-        self.prefix: bytes | None = None
-        if _is_plain(backend) and store.stores_results_of(backend.client.connection_pool):
-            self.prefix = backend.get_key_for_task("id")[:-2]
+def _prefix_of(backend: AnyBackend, store: Store) -> bytes | None:
+    found = _prefixes.get(backend)
+    if found is None or found[0] is not store:
+        is_ours = _is_plain(backend) and store.stores_results_of(backend.client.connection_pool)
+        prefix = backend.get_key_for_task("id")[:-2] if is_ours else None
+        found = _prefixes[backend] = (store, prefix)
+    return found[1]
 
 
 def write_of(
@@ -87,15 +87,13 @@ def write_of(
     if _is_ignored(task, request):
         return None
     backend: AnyBackend = task.backend
-    plan = _plans.get(backend)
-    if plan is None or plan.store is not store:
-        plan = _plans[backend] = _Plan(backend, store)
-    if plan.prefix is None:
+    prefix = _prefix_of(backend, store)
+    if prefix is None:
         return None
     expires_s = int(backend.expires or 0)
     task_id: str = request.id
     return ResultWrite(
-        key=plan.prefix + task_id.encode(), payload=_payload(request, value), expires_s=expires_s
+        key=prefix + task_id.encode(), payload=_payload(request, value), expires_s=expires_s
     )
 
 

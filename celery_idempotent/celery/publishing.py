@@ -42,7 +42,7 @@ from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.events import Line
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
-from celery_idempotent.protocol.run import Run, give_back, run_in_progress
+from celery_idempotent.protocol.run import Run, release, run_in_progress
 from celery_idempotent.records import (
     Held,
     Mismatched,
@@ -282,17 +282,17 @@ def _send_retry(
 
     In an atomic run, release and publish happen after the rollback of its transaction.
     """
-    release = partial(give_back, retrying, requeue_ms=lost_after_ms(options))
+    free = partial(release, retrying, requeue_ms=lost_after_ms(options))
     if retrying.transaction is None:
-        release()
+        free()
         return send_call(**options)
-    retrying.after_rollback = partial(_after_rollback, release, partial(send_call, **options))
+    retrying.after_rollback = partial(_after_rollback, free, partial(send_call, **options))
     return task.AsyncResult(options["task_id"])
 
 
-def _after_rollback(release: Callable[[], object], publish_retry: Callable[[], object]) -> None:
+def _after_rollback(free: Callable[[], object], publish_retry: Callable[[], object]) -> None:
     """Release the key of a run and publish its retry, after the rollback of its transaction."""
-    release()
+    free()
     try:
         publish_retry()
     except Exception as error:

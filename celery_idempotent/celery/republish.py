@@ -6,8 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu import Exchange, Queue
@@ -199,7 +198,7 @@ def _again(
     more = {counter: count} if holder is None else {HOLDER: holder, counter: count}
     # Should it not be published, this delivery asks again, with this stamp.
     request.headers = with_stamp(headers, str(request.id), more=more)
-    longest = min(_LONGEST[counter], _unacknowledged(task))
+    longest = min(_LONGEST[counter], unacknowledged_s(task))
     if left is not None:
         longest = min(longest, max(left, 0.1))
     delay = backoff.seconds(count, first=1.0, longest=longest)
@@ -234,19 +233,7 @@ def as_published(request: Context) -> Options:
     return options
 
 
-def longest_wait_ms(task: AnyTask, request: Any) -> int | None:
-    """Return how long this delivery may hold its worker while another runs; ``None``: as long as its policy wants.
-
-    Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them wait.
-    """
-    if request.is_eager:
-        return 0
-    if not task.acks_late:
-        return None
-    return int(_unacknowledged(task) * 1000)
-
-
-def _unacknowledged(task: AnyTask) -> float:
+def unacknowledged_s(task: AnyTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
     broker = redelivery_timeout(task.app)
     return (_VISIBILITY_TIMEOUT if broker is None else broker.seconds) / 4
@@ -382,8 +369,7 @@ def way_back(app: Celery, request: Context) -> Options:
 # -- how long a broker waits for an acknowledgement -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedeliveryTimeout:
+class RedeliveryTimeout(NamedTuple):
     """``option`` is the transport's option for it. A dead worker's message comes again after ``seconds``."""
 
     option: str

@@ -24,7 +24,7 @@ from celery_idempotent.errors import (
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
-from celery_idempotent.protocol.run import OnCommit, give_back, run_in_progress, unguarded
+from celery_idempotent.protocol.run import OnCommit, release, run_in_progress, unguarded
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
 from celery_idempotent.stores import get_store
@@ -206,7 +206,7 @@ class IdempotentTask(DefinedTask):
                 )
             # When a task of a canvas is sent is not known: no deadline, or it would count as lost before.
             lost_ms = publishing.lost_after_ms(sig.options) if parts == [sig] else None
-            give_back(run, requeue_ms=lost_ms)
+            release(run, requeue_ms=lost_ms)
         try:
             return super().replace(sig)
         except Ignore:
@@ -234,9 +234,9 @@ class IdempotentTask(DefinedTask):
         run = run_in_progress()
         if run is not None and self.request.is_eager and run.phase is not Phase.RELEASED:
             if run.transaction is not None:
-                run.after_rollback = lambda: give_back(run)
+                run.after_rollback = lambda: release(run)
             else:
-                give_back(run)
+                release(run)
         return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery import republish
-from celery_idempotent.celery.callbacks import brings_callbacks, outcome_of
+from celery_idempotent.celery.callbacks import OUTCOME, brings_callbacks
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.events import Line, Reporter, counters, worker_name
 from celery_idempotent.keys.stamp import as_mapping
@@ -166,7 +166,7 @@ class Request(CeleryRequest):
             error = error.exc
         if isinstance(error, (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit)):
             self._child_lost()
-        if (outcome := outcome_of(error)) is not None:
+        if (outcome := getattr(error, OUTCOME, None)) is not None:
             exc_info.exception = outcome
         return super().on_failure(exc_info, send_failed_event, return_ok)
 

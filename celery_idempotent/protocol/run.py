@@ -93,6 +93,8 @@ class Run(Claim):
 
     #: Exceptions by which a body says what becomes of its message: none of them is a failure.
     control: tuple[type[Exception], ...] = ()
+    #: Each worker has this message under one task id, and each is to run it: without protection.
+    is_broadcast = False
     #: Does any other exception settle FAILED, not only a permanent one? The outcome is asked for.
     keeps_failure = False
     #: What a sweep publishes should the claim go stale.
@@ -194,6 +196,8 @@ def execute(run: Run, body: Body) -> object:
     run.shield = shields.get(get_ident(), NO_SHIELD)
     was_closed = run.shield.close()
     try:
+        if run.is_broadcast:
+            return _run_unguarded(run, body)
         if run.policy.mode == "observe":
             return _observe(run, body)
         while True:
@@ -596,24 +600,17 @@ def _is_final(run: Run, error: BaseException) -> bool:
     )
 
 
-def give_back(run: Run, *, requeue_ms: int | None = None) -> None:
-    """Release the key from within the body: a retry or a replacement with this key is about to be published."""
-    was_closed = run.shield.close()
-    try:
-        release(run, requeue_ms=requeue_ms)
-    finally:
-        run.shield.leave(was_closed=was_closed, nested=True)
-
-
 def release(
     run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None
 ) -> bool | None:
     """Give the key back; ``False``: there was nothing to release, ``None``: the store is away, the lease ends it.
 
-    ``requeue_ms``: the call comes again. If not within this time, a sweep sends the record's message, if any. The store
-    has one second to answer. Where ``error`` ends the process there is one try: at a hard time limit Celery sends
-    SIGTERM, and 0.1 s later SIGKILL.
+    Also from within the body, before a retry or a replacement with this key is published. ``requeue_ms``: the call
+    comes again. If not within this time, a sweep sends the record's message, if any. The store has one second to
+    answer. Where ``error`` ends the process there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s
+    later SIGKILL.
     """
+    was_closed = run.shield.close()
     run.phase = Phase.RELEASED
     at_exit = error is not None and not isinstance(error, Exception)
     give_up, failures = time.monotonic() + RELEASE_SECONDS, 0
@@ -641,6 +638,8 @@ def release(
         with suppress(Exception):  # the process, or the greenlet, may be about to end: one last try
             run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
         raise
+    finally:
+        run.shield.leave(was_closed=was_closed, nested=True)
 
 
 def find_newer_claim(run: Run) -> bool:
@@ -692,16 +691,6 @@ def unguarded(run: Run) -> Run:
         worker=run.worker,
     )
     return run
-
-
-def execute_unguarded(run: Run, body: Body) -> object:
-    """Run ``body`` without protection."""
-    run.shield = shields.get(get_ident(), NO_SHIELD)
-    was_closed = run.shield.close()
-    try:
-        return _run_unguarded(run, body)
-    finally:
-        run.shield.leave(was_closed=was_closed, nested=current_run.get() is not None)
 
 
 def _run_unguarded(run: Run, body: Body) -> object:

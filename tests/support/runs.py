@@ -10,7 +10,7 @@ from celery_idempotent.events import Reporter
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.protocol.run import OnCommit, Run, execute, execute_unguarded, give_back
+from celery_idempotent.protocol.run import OnCommit, Run, execute, release
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import Store
 
@@ -113,9 +113,11 @@ class Runner:
         return run.replayed or Ran(value)
 
     def unguarded(self, call: Call, body: Callable[[], object]) -> object:
-        return execute_unguarded(CallRun(self, call), body)
+        run = CallRun(self, call)
+        run.is_broadcast = True
+        return execute(run, body)
 
     def release(self, claim: Claim) -> None:
         """Give the key back from within the body."""
         assert isinstance(claim, Run)
-        give_back(claim)
+        release(claim)

@@ -11,7 +11,7 @@ from kombu import Exchange, Queue, binding
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import republish
-from celery_idempotent.celery.republish import longest_wait_ms
+from celery_idempotent.celery.delivery import Delivery
 
 
 def task(visibility_timeout: int | None = None, **options: Any) -> Any:
@@ -28,20 +28,23 @@ def nothing() -> None:
     """Do nothing."""
 
 
-REQUEST = SimpleNamespace(is_eager=False)
+def longest_wait_ms(task: Any, *, eager: bool = False) -> int | None:
+    run = object.__new__(Delivery)
+    run.task, run.request = task, SimpleNamespace(is_eager=eager)
+    return run.longest_wait_ms()
 
 
 @pytest.mark.parametrize(("timeout", "longest"), [(None, 900_000), (20, 5_000), (1, 250)])
 def test_a_wait_is_over_long_before_the_broker_takes_the_message_for_lost(timeout, longest):
-    assert longest_wait_ms(task(timeout), REQUEST) == longest
+    assert longest_wait_ms(task(timeout)) == longest
 
 
 def test_a_message_that_is_acknowledged_already_is_never_taken_for_lost():
-    assert longest_wait_ms(task(20, acks_late=False), REQUEST) is None
+    assert longest_wait_ms(task(20, acks_late=False)) is None
 
 
 def test_nothing_waits_in_the_process_that_it_waits_for():
-    assert longest_wait_ms(task(20), SimpleNamespace(is_eager=True)) == 0
+    assert longest_wait_ms(task(20), eager=True) == 0
 
 
 @pytest.mark.parametrize(

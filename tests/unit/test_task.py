@@ -34,7 +34,7 @@ from celery_idempotent import (
     StoreUnavailable,
     current_claim,
 )
-from celery_idempotent.celery.callbacks import outcome_of
+from celery_idempotent.celery.callbacks import OUTCOME
 from celery_idempotent.celery.installation import make_store
 from celery_idempotent.protocol import shield
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
@@ -750,7 +750,7 @@ class TestAMessageThatCannotBePublishedAgain:
             raise SoftTimeLimitExceeded
 
         monkeypatch.setattr(time, "sleep", strike)
-        outcome = outcome_of(deliver(app, message).retval.exception)
+        outcome = getattr(deliver(app, message).retval.exception, OUTCOME)
         assert isinstance(outcome, Reject)
         assert outcome.requeue
         assert app.AsyncResult(message.id).state == "PENDING"
@@ -764,7 +764,7 @@ class TestAMessageThatCannotBePublishedAgain:
         task.acks_late = False
         message = send(published, task, "k", link=task.si("next"))
         self.refuse(app, OperationalError("gone"))
-        assert outcome_of(deliver(app, message).retval.exception) is None
+        assert not hasattr(deliver(app, message).retval.exception, OUTCOME)
         assert app.AsyncResult(message.id).state == "FAILURE"
         kept = record(store, "k", "t")
         assert (kept.state, kept.delivered) == (State.COMPLETED, False)
