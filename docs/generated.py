@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from pathlib import Path
@@ -46,24 +45,23 @@ def _said(node: ast.expr | None) -> str:
     return ""
 
 
-def findings() -> dict[str, list[tuple[str, str]]]:
-    """Return the problem and the hint of every place that makes a finding, by its id."""
-    found = defaultdict(list)
-    for node in ast.walk(ast.parse(CHECKS.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
-            given = {each.arg: each.value for each in node.keywords}
-            text = (_said(given.get("problem")), _said(given.get("hint")))
-            found[_said(given.get("id"))].append(text)
-    return dict(sorted(found.items(), key=lambda item: item[0][1:]))
+def findings() -> dict[str, tuple[str, str]]:
+    """Return the problem and the hint of every finding, by its id."""
+    for node in ast.parse(CHECKS.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "_TEXTS":
+            found: dict[str, tuple[str, str]] = ast.literal_eval(node.value or node)
+            return found
+    raise AssertionError
 
 
 def _checks() -> str:
     lines = []
-    for name, places in findings().items():
-        lines += [f"### `{name}`", ""]
-        for problem, hint in places:
-            lines += [problem or "Its text is that of the error, which says what to set.", ""]
-            lines += [f"**What to do:** {hint}", ""] if hint else []
+    for name, texts in findings().items():
+        problem, hint = (re.sub(r"\{[^}]*\}", "…", text) for text in texts)
+        problem = (
+            "Its text is that of the error, which says what to set." if problem == "…" else problem
+        )
+        lines += [f"### `{name}`", "", problem, "", f"**What to do:** {hint}", ""]
     return "\n".join(lines)
 
 

@@ -9,48 +9,27 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-from celery.app.routes import Router
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.registry import load_tasks, loaded
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import SWEEP
-from celery_idempotent.errors import (
-    IdempotencyError,
-    InvalidOption,
-    StoreMisconfigured,
-    StoreUnavailable,
-)
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.protocol.atomic import transactional
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
-    from celery import Celery, Task
-
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
-    from celery_idempotent.stores.base import ServerFacts
 
 __all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store"]
 
 logger = logging.getLogger(__name__)
-
-#: The idempotent tasks by name, each with the definition that its options make.
-Tasks = Mapping[str, "tuple[Task[..., object], Definition]"]
-
-#: The oldest releases that have the commands that the store uses.
-_OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
-
-#: A key that no call has: no task has such a name.
-_UNUSED = Identity(namespace="celery_idempotent:check", key="-")
-
-#: How many task names a finding lists.
-_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +46,71 @@ class Finding:
         return "error" if self.id.startswith("E") else "warning"
 
 
+#: Each finding: its problem, and what to do about it.
+_TEXTS: Final = {
+    "E001": ("{error}", "Set it to what is allowed; a worker does not start like this."),
+    "W002": (
+        "Acknowledged before they run, and so lost with a worker that dies: {tasks}.",
+        "Leave acks_late to IdempotentTask, which sets it, or set it to True.",
+    ),
+    "W003": (
+        "No sweep is scheduled: claims of dead workers stay PROCESSING, and idempotency_on_stale does nothing.",
+        "Set idempotency_sweep_interval, or run the task celery_idempotent.sweep every half minute.",
+    ),
+    # Here the broker waits 30 s, and the lease is 60 s:
+    #
+    #     worker A   claim ─ ✗ killed
+    #     broker              30 s: delivers it again       60 s: the lease ends
+    #     worker B                    Held: republished, again and again ─ claim: runs
+    "W004": (
+        "After a crash, messages come back before the lease ends ({broker.option}: {broker.seconds:g} s): {tasks}.",
+        "Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
+    ),
+    "W005": (
+        "The store is the memory of each process: two processes know nothing of each other's keys.",
+        "Set idempotency_store to a Redis or a database; memory:// is for tests.",
+    ),
+    "E006": (
+        "The store cannot be used, and no idempotent task runs: {error}",
+        "Start it, give its user the rights that docs/running.md lists, or let idempotency_store name another.",
+    ),
+    "E007": ("{server} is too old to keep records.", "Use Redis 6.2, Valkey 7.2 or newer."),
+    "W008": (
+        "{server} evicts records when its memory is full (maxmemory-policy {eviction}): their tasks run again.",
+        "Set maxmemory-policy noeviction, or keep records in a Redis of their own.",
+    ),
+    "W009": (
+        "{server} writes nothing to disk: after a restart, everything that was completed runs again.",
+        "Set appendonly yes, with appendfsync everysec or always.",
+    ),
+    "W020": (
+        "Tasks wait without end, or for minutes, for a server that stays silent: {store!r} sets no {missing}.",
+        "Set them in the OPTIONS of that database, as docs/sql.md says.",
+    ),
+    "E021": (
+        "The app's tasks or its store cannot be imported ({error}): no worker starts.",
+        "Import them in a shell to see where that comes from.",
+    ),
+    "W023": (
+        "A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.",
+        "Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker shall run it.",
+    ),
+    "W024": (
+        "django-tenants is installed, and a key of these tasks is one key for all tenants: {tasks}.",
+        "Set idempotency_scope so that it names the tenant, as docs/tenants.md says.",
+    ),
+}
+
+#: The oldest releases that have the commands that the store uses.
+_OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
+
+#: A key that no call has: no task has such a name.
+_UNUSED = Identity(namespace="celery_idempotent:check", key="-")
+
+#: How many task names a finding lists.
+_NAMED = 5
+
+
 def check(app: AnyCelery) -> list[Finding]:
     """Return all findings about an app: its tasks are imported, and its store is asked."""
     return [*check_settings(app), *check_store(app)]
@@ -74,298 +118,139 @@ def check(app: AnyCelery) -> list[Finding]:
 
 def check_settings(app: AnyCelery) -> list[Finding]:
     """Return the findings that need no server, once all of the app's tasks are imported."""
-    try:
-        load_tasks(app)
-        tasks = _tasks(app)
-    except InvalidOption as error:
-        hint = "Set it to what is allowed; a worker does not start like this."
-        return [Finding(id="E013", problem=str(error), hint=hint)]
-    except Exception as error:  # noqa: BLE001  # a module of the project may raise anything
-        # Only an ImportError's text is shown: any other may contain a secret, a connection's password for instance.
-        text = f": {error}" if isinstance(error, ImportError) else ""
-        return [
-            Finding(
-                id="E021",
-                problem=f"The app's tasks cannot be imported ({type(error).__name__}{text}): no worker starts.",
-                hint="Import them in a shell to see where that comes from.",
-            )
-        ]
-    if not tasks:
-        return []
-    try:
-        store = get_store(app)
-        unbounded = list(_unbounded_waits(store))  # reads the settings of a database
-    except IdempotencyError as error:
-        hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
-        return [Finding(id="E001", problem=str(error), hint=hint)]
-    return [*(each for look in _LOOKS for each in look(app, tasks)), *_in_memory(store), *unbounded]
+    store, tasks, errors = _open(app)
+    if store is None:
+        return errors
+    broker, missing = redelivery_timeout(app), store.missing_bounds()
+    beats: Iterable[Any] = (app.conf.beat_schedule or {}).values()
+    swept = [each["task"] if isinstance(each, dict) else each.task for each in beats]
+    has_tenants = "django_tenants" in sys.modules  # Django imports each app that is installed
+    enforced = [each for each in tasks if each.policy.mode == "enforce"]
+    found = {
+        "W002": [each for each in enforced if not app.tasks[each.name].acks_late],
+        "W003": app.conf.get("idempotency_sweep_interval", 30) is None and SWEEP not in swept,
+        "W004": [
+            each for each in tasks if broker and each.policy.lease_ms >= broker.seconds * 1000
+        ],
+        "W005": type(store).__name__ == "MemoryStore",
+        "W020": bool(missing),
+        "W023": _find_broadcast(app, tasks),
+        "W024": [each for each in tasks if has_tenants and each.keyed and not each.scoped],
+    }
+    return _findings(found, broker=broker, store=store, missing=", ".join(missing))
+
+
+def _find_broadcast(app: AnyCelery, tasks: Iterable[Definition]) -> list[Definition]:
+    """Return the tasks that are routed to a fanout exchange, which gives each message to all of its queues."""
+    queues: Iterable[Any] = app.amqp.queues.values()
+    fanouts = [each for each in queues if each.exchange and each.exchange.type == "fanout"]
+    names = {name for each in fanouts for name in (each.name, each.alias, each.exchange.name)}
+    found = []
+    for each in tasks if fanouts else ():
+        task: Any = app.tasks[each.name]
+        route: Any = {}
+        with suppress(Exception):  # of a router of the project
+            route = app.amqp.router.lookup_route(each.name, (), {}, {}, task) or {}
+        targets = [getattr(task, name, None) or route.get(name) for name in ("queue", "exchange")]
+        if names & {getattr(target, "name", target) for target in targets if target}:
+            found.append(each)
+    return found
 
 
 def check_store(app: AnyCelery) -> list[Finding]:
     """Return the findings about the store and its servers, which are asked."""
+    store, _, _ = _open(app)  # its errors are findings of check_settings()
+    if store is None:
+        return []
+    found: dict[str, Finding] = {}  # of a cluster's servers, each finding once
+    try:
+        if missing := store.missing_rights():
+            refusal = f"{store!r} refuses its user {', '.join(missing)}."
+            return _findings({"E006": True}, error=refusal)
+        store.get(_UNUSED)  # which needs no more rights than a worker has
+    except IdempotencyError as error:
+        return _findings({"E006": True}, error=error)
+    with suppress(IdempotencyError):  # the user may not ask
+        for server in store.facts():
+            wrong = {
+                "E007": server.release < _OLDEST[server.kind],
+                "W008": server.eviction != "noeviction",
+                "W009": server.persistent is False,
+            }
+            name = f"{server.kind} {server.version}"
+            made = _findings(wrong, server=name, eviction=server.eviction)
+            found |= {each.id: each for each in made}
+    return list(found.values())
+
+
+def _findings(found: Mapping[str, object], **words: object) -> list[Finding]:
+    """Return a finding for each id with something true. A list is of tasks, some of which the text names."""
+    made = []
+    for name, value in found.items():
+        if isinstance(value, list):
+            more = f" and {len(value) - _NAMED} more" if len(value) > _NAMED else ""
+            words["tasks"] = ", ".join(each.name for each in value[:_NAMED]) + more
+        if value:
+            problem, hint = (text.format_map(words) for text in _TEXTS[name])
+            made.append(Finding(id=name, problem=problem, hint=hint))
+    return made
+
+
+def _open(app: AnyCelery) -> tuple[Store | None, list[Definition], list[Finding]]:
+    """Import the app's tasks; return its store and its tasks, or no store and why nothing is checked."""
     try:
         load_tasks(app)
-        if not _tasks(app):
-            return []
-        store = get_store(app)
-        list(_unbounded_waits(store))
-    except Exception:  # noqa: BLE001  # reported as E001, E013 or E021
-        return []
-    return _ask(store)
+        return *check_or_raise(app), []
+    except IdempotencyError as error:
+        return None, [], _findings({"E001": True}, error=error)
+    except Exception as error:  # noqa: BLE001  # a module of the project may raise anything
+        # Only an ImportError's text is shown: any other may contain a secret, a connection's password for instance.
+        text = f": {error}" if isinstance(error, ImportError) else ""
+        return None, [], _findings({"E021": True}, error=type(error).__name__ + text)
 
 
-def check_or_raise(app: Celery) -> None:
+def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
     """Check what every task needs, without asking any server.
+
+    Returns the store, ``None`` if no task needs one, and the tasks that are not switched off.
 
     Raises:
         IdempotencyError: if an option is bad, if there is no store, or if a task is atomic and the store knows no
             transactions.
     """
-    tasks = _tasks(app)
-    if not tasks:
-        return
-    store = get_store(app)
-    list(_unbounded_waits(store))
-    for name, (_, definition) in tasks.items():
-        if definition.policy.atomic:
-            transactional(store, name)
+    # A call, which makes the definition where it is missing: a task with bad options is registered without one.
+    made = [
+        task.idempotency_definition()
+        for _, task in sorted(app.tasks.items())
+        if hasattr(task, "idempotency_definition")
+    ]
+    tasks = [each for each in made if each is not None]
+    store = get_store(app) if tasks else None
+    if store is not None:
+        store.missing_bounds()  # reads the settings of a database
+        for each in tasks:
+            if each.policy.atomic:
+                transactional(store, each.name)
+    return store, tasks
 
 
-def check_in_thread(app: Celery) -> None:
-    """Log the findings from a daemon thread.
+def check_in_thread(app: AnyCelery) -> None:
+    """Log the findings from a daemon thread, in a worker, which has imported the app's tasks.
 
     A server that does not answer must delay neither the worker's first message nor its end.
     """
-    loaded.add(app)  # the worker has imported its tasks
-    name = "celery-idempotent-checks"
-    threading.Thread(target=_log_findings, args=(app,), name=name, daemon=True).start()
+    loaded.add(app)
 
-
-def _log_findings(app: Celery) -> None:
-    try:
-        for look in (check_settings, check_store):  # first those that need no server
-            for each in look(app):
-                level = logging.ERROR if each.level == "error" else logging.WARNING
-                said = f"{each.problem.rstrip('.')}. {each.hint}"
-                extra = {"idempotency_finding": each.id}
-                logger.log(level, "idempotency: %s %s", each.id, said, extra=extra)
-    except Exception:
-        logger.warning("idempotency: the checks themselves failed", exc_info=True)
-
-
-def _tasks(app: Celery) -> Tasks:
-    """Return the idempotent tasks of the app.
-
-    Raises:
-        InvalidOption: if an option of one is bad.
-    """
-    found = {}
-    for name, task in sorted(app.tasks.items()):
-        if not hasattr(task, "idempotency_definition"):
-            continue
-        # A call, which makes the definition where it is missing: a task with bad options is registered without one.
-        definition = task.idempotency_definition()
-        if definition is not None:
-            found[str(name)] = (task, definition)
-    return found
-
-
-def _named(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more
-
-
-def _acks_late(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find tasks that a crash loses. In mode "observe" a task is acknowledged as without us."""
-    early = [
-        name
-        for name, (task, each) in tasks.items()
-        if not task.acks_late and each.policy.mode == "enforce"
-    ]
-    if early:
-        yield Finding(
-            id="W002",
-            problem=f"Acknowledged before they run, and so lost with a worker that dies: {_named(early)}.",
-            hint="Leave acks_late to IdempotentTask, which sets it, or set it to True.",
-        )
-
-
-def _scheduled_sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
-    if app.conf.get("idempotency_sweep_interval", 30) is not None:
-        return
-    for entry in (app.conf.beat_schedule or {}).values():
-        if (entry["task"] if isinstance(entry, dict) else entry.task) == SWEEP:
-            return
-    yield Finding(
-        id="W003",
-        problem="No sweep is scheduled: claims of workers that died stay PROCESSING until their key is asked for"
-        " again, and idempotency_on_stale does nothing.",
-        hint=f"Set idempotency_sweep_interval, or run the task {SWEEP} every half minute.",
-    )
-
-
-def _visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find leases that are longer than the broker waits for an acknowledgement.
-
-    Here the broker waits 30 s, and the lease is 60 s::
-
-        worker A   claim ─ ✗ killed
-        broker              30 s: delivers it again       60 s: the lease ends
-        worker B                    Held: republished, again and again ─ claim: runs
-    """
-    broker = redelivery_timeout(app)
-    if broker is None:
-        return
-    most_ms = broker.seconds * 1000
-    longer = [name for name, (_, each) in tasks.items() if each.policy.lease_ms >= most_ms]
-    if longer:
-        yield Finding(
-            id="W004",
-            problem=f"The {broker.option} ({broker.seconds:g} s) is not longer than the lease: after a crash the"
-            f" message is delivered again and republished until the lease ends. Tasks: {_named(longer)}.",
-            hint=f"Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
-        )
-
-
-def _broadcast(app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find tasks that are routed to a fanout exchange, which gives each message to all of its queues."""
-    queues: Any = app.amqp.queues
-    fanouts = {name for name, queue in queues.items() if _is_fanout(queue)}
-    fanouts |= {queues[name].exchange.name for name in fanouts}
-    if not fanouts:
-        return
-    # A copy: the app's own adds each queue that is looked up, and workers would consume it.
-    known: Any = {**queues, **queues.aliases}
-    router: Any = Router(app.amqp.routes, known, app=app)
-    found = []
-    for name, (task, _) in tasks.items():
-        options = {each: getattr(task, each, None) for each in ("queue", "exchange")}
-        given = {each: value for each, value in options.items() if value}
+    def log_findings() -> None:
         try:
-            route = router.route(given, name, task_type=task)
-        except Exception:  # noqa: BLE001  # an unknown queue, or a router of the project
-            route = {}
-        targets = {str(getattr(route.get(each), "name", route.get(each))) for each in route}
-        if targets & fanouts:
-            found.append(name)
-    if found:
-        yield Finding(
-            id="W023",
-            problem="Published to a fanout exchange, which gives each message to many workers: without a key nothing is"
-            f" guarded, with one a single worker runs it and all others wait for its result: {_named(found)}.",
-            hint="Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker shall"
-            " run it.",
-        )
+            for look in (check_settings, check_store):  # first those that need no server
+                for each in look(app):
+                    level = logging.ERROR if each.level == "error" else logging.WARNING
+                    said = f"{each.problem.rstrip('.')}. {each.hint}"
+                    extra = {"idempotency_finding": each.id}
+                    logger.log(level, "idempotency: %s %s", each.id, said, extra=extra)
+        except Exception:
+            logger.warning("idempotency: the checks themselves failed", exc_info=True)
 
-
-def _is_fanout(queue: Any) -> bool:
-    return queue.exchange is not None and queue.exchange.type == "fanout"
-
-
-def _unscoped(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find tasks whose keys two tenants of django-tenants would share."""
-    # Django imports each app that is installed; the core imports nothing of Django.
-    if "django_tenants" not in sys.modules:
-        return
-    shared = [name for name, (_, each) in tasks.items() if each.keyed and not each.scoped]
-    if shared:
-        yield Finding(
-            id="W024",
-            problem="django-tenants is installed, and a key of these tasks is one key for all tenants: "
-            f"{_named(shared)}.",
-            hint="Set idempotency_scope so that it names the tenant, as docs/tenants.md says.",
-        )
-
-
-_LOOKS: tuple[Callable[[Celery, Tasks], Iterator[Finding]], ...] = (
-    _acks_late,
-    _broadcast,
-    _scheduled_sweep,
-    _visibility,
-    _unscoped,
-)
-
-
-def _in_memory(store: Store) -> Iterator[Finding]:
-    if type(store).__name__ == "MemoryStore":
-        yield Finding(
-            id="W005",
-            problem="The store is the memory of each process: two processes know nothing of each other's keys.",
-            hint="Set idempotency_store to a Redis or a database; memory:// is for tests.",
-        )
-
-
-def _unbounded_waits(store: Store) -> Iterator[Finding]:
-    """Find out whether tasks would wait without end for a database server that does not answer."""
-    if missing := store.missing_bounds():
-        yield Finding(
-            id="W020",
-            problem="A database server that accepts connections and stays silent is waited for without end, or for"
-            f" minutes: by tasks, and by the thread that keeps claims alive. {store!r} sets no {', '.join(missing)}.",
-            hint="Set them in the OPTIONS of that database, as docs/sql.md says.",
-        )
-
-
-def _ask(store: Store) -> list[Finding]:
-    """Ask the store for a record, which needs no more rights than a worker has, and the servers about themselves."""
-    try:
-        missing = store.missing_rights()
-        if not missing:
-            store.get(_UNUSED)
-    except StoreUnavailable as error:
-        return [
-            Finding(
-                id="E006",
-                problem=f"The store does not answer, and no idempotent task runs: {error}",
-                hint="Start it, or let idempotency_store say where it is.",
-            )
-        ]
-    except StoreMisconfigured as error:
-        return [
-            Finding(
-                id="E006",
-                problem=f"The store cannot be used: {error}",
-                hint="Set it up as docs/running.md says, or let idempotency_store name another.",
-            )
-        ]
-    if missing:
-        return [
-            Finding(
-                id="E006",
-                problem=f"The store cannot be used: {store!r} refuses its user {', '.join(missing)}.",
-                hint="Give the user the rights that docs/running.md lists.",
-            )
-        ]
-    try:
-        servers = store.facts()
-    except IdempotencyError:
-        return []  # the user may not ask
-    # Of a cluster's servers, each finding once.
-    return list({each.id: each for server in servers for each in _judge(server)}.values())
-
-
-def _judge(server: ServerFacts) -> Iterator[Finding]:
-    """Find what makes a server forget records: memory that is full, a restart, a failover."""
-    name = f"{server.kind} {server.version}"
-    oldest = _OLDEST[server.kind]
-    if server.release < oldest:
-        yield Finding(
-            id="E007",
-            problem=f"{name} is too old to keep records.",
-            hint=f"Use {server.kind} {'.'.join(map(str, oldest))} or newer.",
-        )
-    if server.eviction != "noeviction":
-        yield Finding(
-            id="W008",
-            problem=f"{name} deletes keys when its memory is full (maxmemory-policy {server.eviction}): a task whose"
-            " record was evicted runs again.",
-            hint="Set maxmemory-policy noeviction, or keep records in a Redis of their own.",
-        )
-    if server.persistent is False:
-        yield Finding(
-            id="W009",
-            problem=f"{name} writes nothing to disk: after a restart, everything that was completed runs again.",
-            hint="Set appendonly yes, with appendfsync everysec or always.",
-        )
+    name = "celery-idempotent-checks"
+    threading.Thread(target=log_findings, name=name, daemon=True).start()
