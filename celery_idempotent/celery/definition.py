@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
@@ -57,12 +57,7 @@ class Definition:
     call_behind: Callable[..., object] | None
     fuses: bool
 
-    def identify(
-        self,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
-        **about: Unpack[About],
-    ) -> Identified:
+    def identify(self, args: Any, kwargs: Any, **about: Unpack[About]) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
 
         Raises:
@@ -86,16 +81,16 @@ class DefinedTask(TaskBase):
 
     abstract = True
 
-    #: The definition, ``None`` for one of Celery's own, and the same if the task is not switched off. Assigned whole,
-    #: at the end of ``bind()`` and this one last: Celery lets other threads see a task that is half bound.
-    _definition: Definition | None = None
+    #: The definition, ``None`` if the task is switched off; and the same of every task but Celery's own, which is set
+    #: last in ``bind()``: Celery lets other threads see a task that is half bound.
     _active: Definition | None = None
+    _definition: Definition | None = None
 
     def idempotency_definition(self) -> Definition | None:
         """Return the definition of a task that is not left alone, nor switched off.
 
-        Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
-        does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
+        A task that another thread is still binding is bound here, too: then nothing is published unstamped, or through
+        whatever app is current in this thread.
         """
         if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
@@ -124,9 +119,7 @@ def is_celerys_own(task: AnyTask | type[AnyTask]) -> bool:
 
 
 def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
-    """Return the definition of ``task``.
-
-    ``base`` is the class whose ``__call__`` and ``backend`` this serves.
+    """Return the definition of ``task``; ``base``: the class whose ``__call__`` and ``backend`` this serves.
 
     Raises:
         InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value, or the task's body
@@ -159,9 +152,6 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     """Refuse a body that returns before it has run, unless a base is there to run it.
 
     A body behind a decorator or a lambda is found when it returns (:func:`.is_unfinished`).
-
-    Raises:
-        InvalidOption: saying what to do.
     """
     run = inspect.getattr_static(task, "run")
     body = getattr(run, "__func__", run)

@@ -52,7 +52,7 @@ def check_setup(sender: Consumer, **_: object) -> None:
         check_in_thread(sender.app)
 
 
-def watch_children(sender: Consumer, **_: object) -> None:
+def watch_children(sender: Any, before: Any = None, **_: object) -> None:
     """Have the pool look after its children every second.
 
     The pool itself looks when a child's pipe closes, and every five seconds. That is late for a short lease::
@@ -60,33 +60,19 @@ def watch_children(sender: Consumer, **_: object) -> None:
         child   SIGKILL ─ its pipe closes ─ becomes a zombie
         pool                 looks: still alive ──────────────────── 5 s ─ looks: dead
         lease                          runs out after 3 s, unnoticed
+
+    ``before``: the timer that this replaces.
     """
     hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
-    if (
-        hub is not None
-        and definitions(sender.app)
-        and hasattr(getattr(pool, "_pool", None), "maintain_pool")
-    ):
-        _watch(sender)
-
-
-def _watch(consumer: Any, before: Any = None) -> None:
-    """Set the timer; and again after the worker has lost its broker, when Celery < 5.7 loses its timers."""
+    look = getattr(getattr(pool, "_pool", None), "maintain_pool", None)
+    if hub is None or look is None or not definitions(sender.app):
+        return
     if before is not None:
         before.cancel()
-    timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001
-    # Celery calls it when the consumer is ready, once.
-    consumer.init_callback = partial(_watch, before=timer)
-
-
-def write_counters(**_: object) -> None:
-    """Write what a process of the pool counted before it ends; nothing if no idempotent task ran in it."""
-    counters.write()
-
-
-def write_last_counters(**_: object) -> None:
-    """Have the thread of the main process write what that counted, before it ends."""
-    heartbeat.finish()
+    timer = hub.call_repeatedly(WATCH, look)
+    # Celery calls it once, when the consumer is ready: again after it has lost its broker, when Celery < 5.7 loses its
+    # timers.
+    sender.init_callback = partial(watch_children, before=timer)
 
 
 def install_tasks(app: Celery) -> None:
@@ -106,10 +92,10 @@ def _connect_receivers() -> None:
         (celery_signals.worker_init, make_store),
         (celery_signals.worker_ready, check_setup),
         (celery_signals.worker_ready, watch_children),
-        (celery_signals.worker_process_shutdown, write_counters),
-        (celery_signals.worker_shutdown, write_last_counters),
+        # What a process of the pool counted, and what the main process did, whose thread writes it at its end.
+        (celery_signals.worker_process_shutdown, lambda **_: counters.write()),
+        (celery_signals.worker_shutdown, lambda **_: heartbeat.finish()),
         (celery_signals.task_success, callbacks.mark_success),
         (celery_signals.task_failure, callbacks.mark_failure),
     ):
-        uid = f"celery_idempotent.{receiver.__name__}"
-        signal.connect(receiver, weak=False, dispatch_uid=uid)
+        signal.connect(receiver, weak=False)

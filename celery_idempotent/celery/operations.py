@@ -296,11 +296,11 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
             done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
         case "complete":
             state = State.COMPLETED
-            done = sweep.end_record(app, store, record, request.value, note=note)
+            done = sweep.end_record(app, record, request.value, note=note)
         case "fail":
             state = State.FAILED
             error = FailedByOperator(f"{identity} was settled as failed by an operator.")
-            done = sweep.end_record(app, store, record, error, note=note)
+            done = sweep.end_record(app, record, error, note=note)
         case "forget":
             signal = signals.forgotten
             # The state, too: a run that completed a moment ago is not what was seen.
@@ -313,10 +313,10 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
     details: Details = {"who": request.who, "reason": request.reason, "line": line}
     if isinstance(done, Record) and signal is signals.requeued:
         # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
-        sent = sweep.send_again(app, store, done, **details)
+        sent = sweep.send_again(app, done, **details)
         return Outcome.DONE if sent else Outcome.UNSENT
     details = {**details, "state": state, "error": error}
-    sweep.report_record(app, store, signal, record, **details)
+    sweep.report_record(app, signal, record, **details)
     return Outcome.DONE
 
 

@@ -14,9 +14,11 @@ call of the key settles it.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
@@ -24,17 +26,15 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
-from celery_idempotent.protocol.options import Policy, duration, optional
+from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.serializers import JSON
 from celery_idempotent.settings import names_of
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
     from typing_extensions import Unpack
-
-    from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ REQUEUE_MS = 60_000
 
 #: Why a sweep acts.
 _STALE = "the lease ran out"
-
-_swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 _NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
@@ -67,12 +65,12 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     store, started = get_store(app), time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
     for record in found.interrupted:
-        report_record(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
+        report_record(app, signals.interrupted, record, state=record.state, reason=_STALE)
     counts = {
         "interrupted": len(found.interrupted),
-        "requeued": sum(send_again(app, store, each, reason=_STALE) for each in found.requeued),
+        "requeued": sum(send_again(app, each, reason=_STALE) for each in found.requeued),
         # Last, since each asks the store once more.
-        "failed": sum(_time_out(app, store, each) for each in found.interrupted),
+        "failed": sum(_time_out(app, each) for each in found.interrupted),
         "pruned": store.prune(limit=limit),
     }
     done = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -93,60 +91,50 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
 
 
 def report_record(
-    app: Celery,
-    store: Store,
-    outcome: signals.OutcomeSignal,
-    record: Record,
-    **details: Unpack[Details],
+    app: Celery, outcome: signals.OutcomeSignal, record: Record, **details: Unpack[Details]
 ) -> None:
     """Report what became of a record without a run; the caller writes the counters."""
-    definition = definition_of(app, record.identity.namespace)
+    namespace = record.identity.namespace
+    definition = definition_of(app, namespace)
     if definition is not None:
         reporter = definition.reporter
-    else:  # a view's record, or of another app that shares the store: it is reported by its namespace
-        reporter = Reporter(record.identity.namespace, lambda: None, lambda: store)
+    else:  # a view's record, or of another app: it is reported by its namespace
+        reporter = Reporter(namespace, lambda: None, partial(get_store, app))
     about = record.identity, record.task_id, record
-    reporter.report(outcome, *about, store=store, has_writer=False, **details)
+    reporter.report(outcome, *about, has_writer=False, **details)
 
 
-def _time_out(app: Celery, store: Store, record: Record) -> bool:
+def _time_out(app: Celery, record: Record) -> bool:
     """Settle a record FAILED for good whose worker was lost, if its task wants that (``idempotency_on_stale``)."""
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
-    if record.on_stale != "fail" or not end_record(app, store, record, error):
+    if record.on_stale != "fail" or not end_record(app, record, error):
         return False
     details: Details = {"state": State.FAILED, "error": error, "reason": _STALE}
     details["line"] = FAILED_WITHOUT_RUN
-    report_record(app, store, signals.settled, record, **details)
+    report_record(app, signals.settled, record, **details)
     return True
 
 
-def send_again(app: Celery, store: Store, record: Record, **details: Unpack[Details]) -> bool:
+def send_again(app: Celery, record: Record, **details: Unpack[Details]) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
     definition = definition_of(app, record.identity.namespace)
-    if definition is None or record.message is None:
-        line = "idempotency: %s cannot be requeued: no task of this app has that namespace"
-        logger.error(line, record.identity)
-        return False
-    outcome = signals.requeued
-    details = {**details, "state": State.QUEUED}
     try:
+        if definition is None or record.message is None:
+            raise LookupError("no task of this app has that namespace")
         definition.codec.load_message(record.message).apply_async()
     except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does a message
-        outcome = signals.store_failed
-        details = {**details, "state": None, "error": error, "line": _NOT_REQUEUED}
-    report_record(app, store, outcome, record, **details)
-    return outcome is signals.requeued
+        details |= {"error": error, "line": _NOT_REQUEUED}
+        report_record(app, signals.store_failed, record, **details)
+        return False
+    details["state"] = State.QUEUED
+    report_record(app, signals.requeued, record, **details)
+    return True
 
 
 def end_record(
-    app: Celery,
-    store: Store,
-    record: Record,
-    end: Stored | IdempotencyError | None,
-    *,
-    note: str = "",
+    app: Celery, record: Record, end: Stored | IdempotencyError | None, *, note: str = ""
 ) -> bool:
     """Settle a record that no worker runs, as it was seen: FAILED with an error, COMPLETED with a value.
 
@@ -157,7 +145,7 @@ def end_record(
     state: EndState = State.COMPLETED
     if isinstance(end, IdempotencyError):
         state = State.FAILED
-        end = _plain_error(end) if definition is None else definition.codec.dump_error(end)
+        end = definition.codec.dump_error(end) if definition is not None else _as_json(end)
     request = SettleRequest(
         record=record,
         state=state,
@@ -169,6 +157,7 @@ def end_record(
         note=note,
     )
     # One write, to the record with this token and to no other.
+    store = get_store(app)
     settled, found = store.settle(request), store.get(record.identity)
     if found is None or (found.state, found.value) != (state, end):
         return False  # its owner may have settled it first, and then that end state stays
@@ -176,32 +165,14 @@ def end_record(
     return found.note == note if note else settled and found.token == record.token
 
 
-def _plain_error(error: IdempotencyError) -> Stored | None:
-    """Serialize the error of a view's record, or of a task that is unknown here, as a result backend would."""
+def _as_json(error: IdempotencyError) -> Stored:
+    """Serialize the error of a view's record, or of another app's, as a result backend would."""
     kind = type(error)
     parts = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(error)}
-    stored = Serializer().dump(parts, max_bytes=None)
-    return None if isinstance(stored, NotStored) else stored
+    return Stored(content_type=JSON, content_encoding="utf-8", body=json.dumps(parts).encode())
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
-
-
-def install_sweep(app: Celery) -> None:
-    """Give ``app`` the sweep task and its beat entry, once its tasks are complete.
-
-    Raises:
-        InvalidOption: for a bad ``idempotency_sweep_interval``.
-    """
-    interval = sweep_interval(app)
-    if app in _swept_apps:
-        return
-    _swept_apps.add(app)
-    if vars(app)["finalized"]:
-        _register(app, interval)
-    else:
-        # Not at once: the app may be walking through its tasks right now.
-        app.on_after_finalize.connect(lambda **_: _register(app, interval), weak=False)
 
 
 def sweep_interval(app: Celery) -> float | None:
@@ -210,28 +181,42 @@ def sweep_interval(app: Celery) -> float | None:
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
     """
+    value = app.conf.get("idempotency_sweep_interval", 30)
     try:
-        read = optional(duration(at_least_ms=100))
-        interval = read(app.conf.get("idempotency_sweep_interval", 30))
+        return None if value is None else duration(at_least_ms=100)(value) / 1000
     except ValueError as error:
-        told = f"idempotency_sweep_interval {error}, or None to switch it off."
-        raise InvalidOption(told) from None
-    return None if interval is None else interval / 1000
+        refused = f"idempotency_sweep_interval {error}, or None to switch it off."
+        raise InvalidOption(refused) from None
 
 
-def _register(app: Celery, interval: float | None) -> None:
-    # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and mixins do
-    # to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
-    @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
-    def sweep_task(self: AnyTask, limit: int = SWEEP_LIMIT) -> dict[str, object]:
-        return sweep(self.app, limit=limit, sender=self)
+_swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
 
-    if interval is None or SWEEP in app.conf.beat_schedule:
+
+def install_sweep(app: Celery) -> None:
+    """Give ``app`` the sweep task and its beat entry, once its tasks are complete; raises what the above does."""
+    interval = sweep_interval(app)
+    if app in _swept_apps:
         return
-    # A tick that no worker took before the next one is of no use any more. RabbitMQ then drops its message.
-    seconds = max(interval, 1.0)
-    options = {"expires": seconds, "expiration": seconds}
-    entry = {"task": SWEEP, "schedule": interval, "options": options}
-    # By the name that Celery looks for first, which may have the prefix of all settings.
-    name = names_of(app.conf, "beat_schedule")[0]
-    app.conf[name] = {**app.conf.beat_schedule, SWEEP: entry}
+    _swept_apps.add(app)
+
+    def register(**_: object) -> None:
+        # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and
+        # mixins do to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
+        @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
+        def sweep_task(self: AnyTask, limit: int = SWEEP_LIMIT) -> dict[str, object]:
+            return sweep(self.app, limit=limit, sender=self)
+
+        if interval is None or SWEEP in app.conf.beat_schedule:
+            return
+        # A tick that no worker took before the next one is of no use any more. RabbitMQ then drops its message.
+        seconds = max(interval, 1.0)
+        options = {"expires": seconds, "expiration": seconds}
+        entry = {"task": SWEEP, "schedule": interval, "options": options}
+        # By the name that Celery looks for first, which may have the prefix of all settings.
+        name = names_of(app.conf, "beat_schedule")[0]
+        app.conf[name] = {**app.conf.beat_schedule, SWEEP: entry}
+
+    if vars(app)["finalized"]:
+        register()
+    else:  # not at once: the app may be walking through its tasks right now
+        app.on_after_finalize.connect(register, weak=False)

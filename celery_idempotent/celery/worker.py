@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -25,7 +26,8 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.celery import republish
 from celery_idempotent.celery.callbacks import OUTCOME, brings_callbacks
 from celery_idempotent.celery.delivery import identify_delivery
-from celery_idempotent.events import Line, Reporter, counters, worker_name
+from celery_idempotent.celery.sweep import report_record
+from celery_idempotent.events import Details, Line, counters, worker_name
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import Store, get_store
@@ -47,95 +49,6 @@ _INTERRUPTED = Line(logging.WARNING, "%(identity)s is interrupted (crash %(crash
 
 #: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
 _LARGEST_PID = 2**31 - 1
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lost:
-    """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
-
-    The claim of a child may reach the store after the end of that child is known. So a key without a holder is read
-    again for some seconds::
-
-        child   sends its claim ──┬─ SIGKILL
-        main                      │    the child is gone ─ reads the record: no holder
-        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
-    """
-
-    task: DefinedTask
-    identity: Identity
-    task_id: str
-    pid: int
-    store: Store
-    reporter: Reporter
-    give_up: float
-    #: The record was read once since the child was gone.
-    looked: threading.Event = field(default_factory=threading.Event)
-
-    def work(self) -> None:
-        """Be a thread of the main process: wait for the end of the child, then interrupt its claim.
-
-        The pool may fork at any moment. What is done here must not import anything: a child would find the lock of that
-        module taken for ever.
-        """
-        try:
-            while not gone(self.pid):
-                if time.monotonic() > self.give_up:
-                    return
-                time.sleep(_POLL)
-            late_until, looks = min(time.monotonic() + LATE, self.give_up), 0
-            while True:
-                over = backoff.persist(self._interrupt, until=self.give_up, longest=_LONGEST_POLL)
-                self.looked.set()
-                looks += 1
-                if over or not backoff.pause(
-                    looks, until=late_until, first=_POLL, longest=_LONGEST_POLL
-                ):
-                    return
-        except Exception as error:  # noqa: BLE001  best effort
-            line = "idempotency: could not interrupt %s, its lease will end it: %s"
-            logger.warning(line, self.identity, error)
-
-    def _interrupt(self) -> bool:
-        """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
-
-        The token is read, and must be one that a dead child held. A pid can be given out twice, and the message
-        delivered again to the second child that has it. Hence the last question, in this order::
-
-            read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
-
-        The claim of token 5 was made under that pid, which no process has after the read: its holder is dead,
-        whichever child it was. Who claims after the read has another token.
-        """
-        record = self.store.get(self.identity)
-        if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
-            return False
-        if (
-            record.state is not State.PROCESSING
-            or record.task_id != self.task_id
-            or record.worker != worker_name(self.pid)
-            or not gone(self.pid)
-        ):
-            return True
-        task = self.task
-        comes_back = task.acks_late and task.reject_on_worker_lost
-        if record.on_stale != "interrupt" and not comes_back:
-            # Its message is gone: the sweep does what the task wants once the lease is over.
-            return True
-        record = self.store.interrupt(self.identity, token=record.token)
-        if record is not None:
-            self.reporter.report(
-                signals.interrupted,
-                self.identity,
-                self.task_id,
-                record,
-                store=self.store,
-                state=record.state,
-                reason=f"its process {self.pid} is gone",
-                line=_INTERRUPTED,
-                has_writer=False,
-            )
-            counters.write()
-        return True
 
 
 class Request(CeleryRequest):
@@ -191,67 +104,111 @@ class Request(CeleryRequest):
         return super()._success_was_stored()  # type: ignore[misc]
 
     def _child_lost(self) -> None:
+        """Have a thread interrupt the claim that the child may have held."""
+        pid: Any = self.worker_pid
+        if not pid or pid == os.getpid() or pid > _LARGEST_PID:
+            return  # never started, or a pool without processes
         if self._loss_handled:
             return  # a hard time limit comes here twice
         self._loss_handled = True
+        task, headers = self.task, self.request_dict
         try:
-            lost = self._lost()
-            if lost is None:
-                return
-            threading.Thread(target=lost.work, name="idempotency-background", daemon=True).start()
-            if gone(lost.pid):
+            definition = task.idempotency_definition()
+            if definition is None:
+                return  # one of Celery's own, or switched off
+            args, kwargs, _ = self._payload  # type: ignore[attr-defined]  # Celery has it
+            identity = identify_delivery(
+                definition,
+                {**as_mapping(headers.get("stamps")), **headers},
+                args,
+                kwargs,
+                task_id=self.id,
+                nesting=headers.get("replaced_task_nesting") or 0,
+            ).identity
+            get_store(task.app)  # made here: the thread must not import its modules
+            looked = threading.Event()
+            work = partial(interrupt_claim, task, identity, self.id, pid, looked)
+            threading.Thread(target=work, name="idempotency-background", daemon=True).start()
+            if gone(pid):
                 # Before the message goes back. A child that is still to be killed is not waited for: the pool kills it
                 # only when this has returned.
-                lost.looked.wait(LOSS_TIMEOUT)
+                looked.wait(LOSS_TIMEOUT)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 
-    def _lost(self) -> Lost | None:
-        pid: Any = self.worker_pid
-        if not pid or pid == os.getpid() or pid > _LARGEST_PID:
-            return None  # never started, or a pool without processes
-        task = self.task
-        definition = task.idempotency_definition()
-        if definition is None:
-            return None  # one of Celery's own, or switched off
-        headers = self.request_dict
-        args, kwargs, _ = self._payload  # type: ignore[attr-defined]  # Celery has it
-        identified = identify_delivery(
-            definition,
-            {**as_mapping(headers.get("stamps")), **headers},
-            args,
-            kwargs,
-            task_id=self.id,
-            nesting=headers.get("replaced_task_nesting") or 0,
-        )
-        return Lost(
-            task=task,
-            identity=identified.identity,
-            task_id=self.id,
-            pid=pid,
-            # Here, not in the thread: a child that is forked while a thread imports the store's modules would find
-            # their import locks taken for ever.
-            store=get_store(task.app),
-            reporter=definition.reporter,
-            give_up=time.monotonic() + definition.policy.lease_ms / 1000,
-        )
+
+def interrupt_claim(
+    task: DefinedTask, identity: Identity, task_id: str, pid: int, looked: threading.Event
+) -> None:
+    """Wait for the end of a child, then interrupt the claim of its delivery; ``looked``: the record was read since.
+
+    The claim may reach the store after the end of the child is known. So a key without a holder is read again for some
+    seconds::
+
+        child   sends its claim ──┬─ SIGKILL
+        main                      │    the child is gone ─ reads the record: no holder
+        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
+
+    This runs in a thread, and the pool may fork at any moment. It must not import anything: a child would find the lock
+    of that module taken for ever.
+    """
+    give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
+    interrupt = partial(_interrupt, task, get_store(task.app), identity, task_id, pid)
+    try:
+        while not gone(pid):
+            if time.monotonic() > give_up:
+                return
+            time.sleep(_POLL)
+        late_until, looks = min(time.monotonic() + LATE, give_up), 0
+        while not backoff.persist(interrupt, until=give_up, longest=_LONGEST_POLL):
+            looked.set()
+            looks += 1
+            if not backoff.pause(looks, until=late_until, first=_POLL, longest=_LONGEST_POLL):
+                return
+    except Exception as error:  # noqa: BLE001  best effort
+        line = "idempotency: could not interrupt %s, its lease will end it: %s"
+        logger.warning(line, identity, error)
+    finally:
+        looked.set()
+
+
+def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str, pid: int) -> bool:
+    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
+
+    The token is read, and must be one that a dead child held. A pid can be given out twice, and the message delivered
+    again to the second child that has it. Hence the last question, in this order::
+
+        read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
+
+    The claim of token 5 was made under that pid, which no process has after the read: its holder is dead, whichever
+    child it was. Who claims after the read has another token.
+    """
+    record = store.get(identity)
+    if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
+        return False
+    held = State.PROCESSING, task_id, worker_name(pid)
+    if (record.state, record.task_id, record.worker) != held or not gone(pid):
+        return True
+    comes_back = task.acks_late and task.reject_on_worker_lost
+    if record.on_stale == "interrupt" or comes_back:
+        # Else its message is gone: the sweep does what the task wants once the lease is over.
+        record = store.interrupt(identity, token=record.token)
+        if record is not None:
+            why = f"its process {pid} is gone"
+            details: Details = {"state": record.state, "reason": why, "line": _INTERRUPTED}
+            report_record(task.app, signals.interrupted, record, **details)
+            counters.write()
+    return True
 
 
 def gone(pid: int) -> bool:
     """Has this process ended, reaped or not?"""
-    try:
-        # A child that ended and was not waited for still has its pid; WNOWAIT leaves it to the pool to reap.
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        pass
-    except AttributeError:  # no waitid on this platform
-        pass
-    else:
-        return ended is not None
+    # A child that ended and was not waited for still has its pid; WNOWAIT leaves it to the pool to reap. Not every
+    # platform has waitid().
+    with suppress(ChildProcessError, AttributeError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
+    except OSError as error:  # we may not signal it, or there is none
+        return isinstance(error, ProcessLookupError)
     return False

@@ -54,7 +54,7 @@ sys.stdin.readline()
 class Delivery:
     task, id, worker_pid = task, "t", ended.pid
     request_dict, _payload, _loss_handled = {}, (["k"], {}, {}), False
-    _child_lost, _lost = worker.Request._child_lost, worker.Request._lost
+    _child_lost = worker.Request._child_lost
 
 threads = []
 start = threading.Thread.start

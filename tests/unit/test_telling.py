@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from celery import Celery
 
 from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim, signals
 from celery_idempotent.celery import operations, sweep
-from celery_idempotent.celery.worker import Lost
+from celery_idempotent.celery.worker import interrupt_claim
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.events import worker_name
 from celery_idempotent.records import (
@@ -394,16 +394,9 @@ class TestMainProcess:
         with subprocess.Popen([sys.executable, "-c", ""]) as child:
             child.wait()
         place.claim(worker_name(child.pid))
-        lost = Lost(
-            task=place.task,
-            identity=KEY,
-            task_id="other",
-            pid=child.pid,
-            store=place.store,
-            reporter=place.task.idempotency_definition().reporter,
-            give_up=time.monotonic() + 60,
-        )
-        lost.work()
+        looked = threading.Event()
+        interrupt_claim(place.task, KEY, "other", child.pid, looked)
+        assert looked.is_set()
         told(place, "interrupted INTERRUPTED")
         assert heard.events[0][2].reason == f"its process {child.pid} is gone"
 
