@@ -28,6 +28,7 @@ from celery_idempotent.records import Identity, Page, Record, Selection, State
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 #: What an index finds: all but COMPLETED records.
@@ -111,7 +112,7 @@ def read_whole(store: Store, identities: Iterable[Identity]) -> list[Record]:
 
 
 def select(
-    app: Celery,
+    app: AnyCelery,
     chosen: Mapping[str, str | None],
     *,
     since_ms: int | None = None,
@@ -167,7 +168,7 @@ def scope_in_words(scope: str) -> str:
     return words if words and scopes_of(words) == [scope] else scope
 
 
-def namespace_of(app: Celery, name: str) -> str:
+def namespace_of(app: AnyCelery, name: str) -> str:
     """Return the namespace of the task of this name; any other name is that of a namespace."""
     found = (each.identifier.namespace for each in definitions(app) if each.name == name)
     return next(found, name)

@@ -115,7 +115,7 @@ class OperationRequest:
     """What somebody wants done to a record: ``who`` (this process, if no one is named), and why.
 
     ``force``: also where an owner within its lease holds the key. ``value``: what to complete with, as the task would
-    write it.
+    write it. :exc:`ValueError` for a force without a reason.
     """
 
     operation: Operation
@@ -124,6 +124,10 @@ class OperationRequest:
     reason: str = ""
     force: bool = False
     value: Stored | None = None
+
+    def __post_init__(self) -> None:
+        if self.force and not self.reason:
+            raise ValueError("to take a key away from a live owner, say why: give a reason.")
 
     @property
     def note(self) -> str:
@@ -221,11 +225,9 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
 
     Raises:
         InProgress: if an owner within its lease holds the key, and this is not forced.
-        ValueError: if it is forced without a reason; as :func:`operate` does.
+        ValueError: as :func:`operate` does.
         StoreUnavailable: if the store did not answer; it may have been done.
     """
-    if request.force and not request.reason:
-        raise ValueError("to take a key away from a live owner, say why: reason=…")
     store, operation = get_store(app), request.operation
     while (record := store.get(identity)) and OPERATIONS[operation].applies(record):
         outcome = operate(app, identity, request, token=record.token, state=record.state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pprint
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,29 +70,21 @@ def ago(ms: int, now_ms: int) -> str:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A value as text; ``trouble`` says why there is none, ``cut`` that there is more of it."""
-
-    text: str = ""
-    trouble: str = ""
-    cut: bool = False
-
-    @classmethod
-    def of(cls, value: object) -> Shown:
-        """Return a value as people read it."""
-        if isinstance(value, BaseException):
-            value = f"{type(value).__name__}: {value}"
-        text = value if isinstance(value, str) else pprint.pformat(value, width=100)
-        return cls(text=text[:LONGEST], cut=len(text) > LONGEST)
+def in_words(value: object) -> str:
+    """Return a value as people read it."""
+    if isinstance(value, BaseException):
+        value = f"{type(value).__name__}: {value}"
+    text = value if isinstance(value, str) else pprint.pformat(value, width=100)
+    more = "\n… There is more of it: this is the beginning." if len(text) > LONGEST else ""
+    return text[:LONGEST] + more
 
 
-def show_value(app: Celery, record: Record) -> Shown:
-    """Return what a settled record says, its result or its error, read only as the app accepts it."""
+def show_value(app: Celery, record: Record) -> str:
+    """Return what a settled record says, its result or its error, read only as the app accepts it; or why not."""
     try:
-        return Shown.of(_load(app, record))
+        return in_words(_load(app, record))
     except IdempotencyError as error:
-        return Shown(trouble=str(error))
+        return str(error)
 
 
 def is_too_large(stored: Stored) -> bool:
@@ -133,18 +125,26 @@ def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
     if definition is None:
         raise ValueError(OPERATIONS["complete"].refusal)
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=int)  # which refuses NaN
     except (ValueError, RecursionError) as error:
         problem = f"the value is no JSON ({error}). A text stands in quotes: '\"ch_17\"'."
         raise ValueError(problem) from None
     return definition.codec.dump_given(value)
 
 
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is none of its numbers")
-
-
 # -- health ------------------------------------------------------------------------------------------------------------
+
+#: What people see of what the counters count, from below in a chart, and the outcomes that it adds up. A run ends
+#: ``settled`` (which is not shown), ``failed`` or ``released``: the key was given back, because the run failed or asked
+#: for a retry.
+SERIES: Mapping[str, tuple[str, ...]] = {
+    "runs": ("claimed",),
+    "releases": ("released",),
+    "failures": ("failed",),
+    "replays": ("replayed",),
+    "conflicts": ("conflicted",),
+    "trouble": ("mismatched", "interrupted", "lease_lost", "settle_failed", "store_failed"),
+}
 
 
 class Sweeps(NamedTuple):
@@ -197,7 +197,8 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
 # -- the story ---------------------------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Choice:
     """An operation that means something for a record: its effect, and what that may cost."""
 
     operation: Operation

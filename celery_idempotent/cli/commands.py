@@ -43,20 +43,9 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
 
     from celery_idempotent.django.models import OutboxMessage
+    from celery_idempotent.stores import Store
 
 __all__ = ["COMMANDS"]
-
-#: The columns of the table of counts: what ran, what did not have to run again, what needs somebody.
-_OUTCOMES = {
-    "RUNS": ("claimed",),
-    "RELEASED": ("released",),
-    "FAILED": ("failed",),
-    "REPLAYS": ("replayed",),
-    "CONFLICTS": ("conflicted",),
-    "MISMATCHES": ("mismatched",),
-    "CRASHES": ("interrupted", "requeued"),
-    "LOST": ("lease_lost", "settle_failed", "store_failed"),
-}
 
 #: So many seconds are spent on a look for the same key in other scopes, unless --scan asks for all of it.
 SCAN_SECONDS = 10.0
@@ -112,8 +101,7 @@ def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given
     record, others, cut = _find(app, key, scan=scan, **given)
     store = get_store(app)
     told, now_ms = story.tell_story(app, store, record), store.now_ms()
-    shown = story.show_value(app, record) if value else None
-    text = shown and (shown.text or shown.trouble)
+    shown = {"value": story.show_value(app, record)} if value else {}
     if as_json:
         fields = ("reserved", "delivered", "replaced", "on_stale")
         about = session.object_of(app, record, now_ms) | {
@@ -121,14 +109,14 @@ def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given
             **{name: getattr(record, name) for name in fields},
             "message": record.message is not None,
             "steps": [name for name, _ in record.steps],
-            "explanation": asdict(told) | {"choices": [each._asdict() for each in told.choices]},
+            "explanation": asdict(told),
             "elsewhere": [session.object_of(app, each, now_ms) for each in others],
         }
-        write(True, about | ({"value": text} if value else {}), "")
+        write(True, about | shown, "")
     else:
         _write_story(app, told, record)
         if value:
-            click.echo(f"\nValue\n{text}")
+            click.echo(f"\nValue\n{shown['value']}")
         if others:
             click.echo("\nThe same key elsewhere")
             session.write_records(app, others, now_ms)
@@ -223,32 +211,30 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
     for each in store.counts(hours=hours):
         if each.task != SWEEP and task in (None, each.task):
             counts.setdefault(each.task, Counter())[each.outcome] += each.count
-    counts = dict(sorted(counts.items()))
     names = ("live", "stale", "interrupted", "failed")
     about = {
         **{name: getattr(stats, name) for name in names},
         "at_least": sorted(stats.at_least),
         "last_sweep": story.iso(stats.swept_ms),
         "hours": hours,
-        "outcomes": {name: dict(sorted(of.items())) for name, of in counts.items()},
+        "outcomes": counts,
     }
     said = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
-    swept = story.ago(stats.swept_ms, stats.now_ms) if stats.swept_ms else "none has ended yet"
-    write(as_json, about, f"{said}. COMPLETED records are not counted. Last sweep: {swept}.")
-    if as_json:
-        return
-    rows = [
-        [name, *(f"{sum(of[each] for each in outcomes):,}" for outcomes in _OUTCOMES.values())]
-        for name, of in counts.items()
-    ]
-    if rows:
-        session.paragraph(f"In the last {hours} h:")
-        session.table(["TASK", *_OUTCOMES], rows)
-    else:
+    sweeps = story.sweeps_of(app, store, stats).sentence
+    write(as_json, about, f"{said}. COMPLETED records are not counted. {sweeps}")
+    if not counts:
         counting = store.supports_counting
         note(
             f"No outcomes in the last {hours} h." if counting else "This store counts no outcomes."
         )
+    elif not as_json:
+        session.paragraph(f"In the last {hours} h:")
+        series = story.SERIES
+        rows = [
+            [name, *(f"{sum(of[each] for each in outcomes):,}" for outcomes in series.values())]
+            for name, of in sorted(counts.items())
+        ]
+        session.table(["TASK", *map(str.upper, series)], rows)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -264,7 +250,7 @@ def _user() -> str:
 
 _REQUEST = [
     Option(["--reason"], default="", metavar="TEXT", help="Why: for log, event and record."),
-    Option(["--who"], metavar="NAME", help="Who does it. Default: the account of this machine."),
+    Option(["--who"], default=_user, metavar="NAME", help="Who. Default: this machine's account."),
     Option(["--force"], is_flag=True, help="Also where the owner is live; takes a --reason."),
     Option(["--yes", "-y"], is_flag=True, help="Do not ask."),
 ]
@@ -285,7 +271,7 @@ _ON_ONE = [
     *_REQUEST,
 ]
 
-_HELP = """{} the record of KEY{}.
+_HELP = """{} the record of a KEY, or all that are selected.
 
     It {}
 
@@ -300,7 +286,7 @@ def _make_command(operation: Operation) -> None:
     def run(
         app: Celery,
         one: str | None,
-        who: str | None,
+        who: str,
         reason: str,
         force: bool,
         yes: bool,
@@ -311,28 +297,34 @@ def _make_command(operation: Operation) -> None:
         value: str = "",
         **given: Any,
     ) -> None:
-        if force and not reason:
-            raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
         if len(reason) > LONGEST_REASON:
             raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
-        if every is (one is not None):
-            raise click.UsageError("Give a KEY, or --all with what selects records.")
-        request = OperationRequest(operation, who=who or _user(), reason=reason, force=force)
-        staged: QuerySet[OutboxMessage] | None = None
-        cost = ""
-        if every:
-            selection = session.selection_of(app, **given)
-            records = _collect(app, operation, selection, limit)
-            staged = _staged(app, selection) if operation == "forget" else None
-        else:
-            named = {name: given.pop(name) for name in ("task", "scope")}
-            if dry_run or any(given.values()):
-                raise click.UsageError("Only --task and --scope go with a KEY, others with --all.")
-            records = [_find(app, one or "", elsewhere=False, **named)[0]]
-            told = story.tell_story(app, get_store(app), records[0])
-            cost = "".join(each.cost for each in told.choices if each.operation == operation)
-            note(told.headline)
-        chosen = _preview(app, request, records, cost)
+        named = {name: given.pop(name) for name in ("task", "scope")}
+        if every is (one is not None) or (one is not None and (dry_run or any(given.values()))):
+            raise click.UsageError("Give a KEY, with --task and --scope, or --all and a selection.")
+        store, selection, cost = session.store_of(app), Selection(), ""
+        try:
+            request = OperationRequest(operation, who=who, reason=reason, force=force)
+            if every:
+                selection = session.selection_of(app, **named, **given)
+                page = finding.look(store, selection, enough=limit)
+                found = [each.identity for each in page.records]
+                if page.cursor or len(found) > limit:
+                    note(f"There may be more than {limit:,}: run it again for the rest.")
+                # Lists leave out whether there is a message.
+                records = finding.read_whole(store, found[:limit])
+            else:
+                records = [_find(app, one or "", elsewhere=False, **named)[0]]
+                told = story.tell_story(app, store, records[0])
+                cost = "".join(each.cost for each in told.choices if each.operation == operation)
+                note(told.headline)
+            chosen = _preview(app, request, records, cost)
+            if value and chosen:
+                stored = story.value_from_json(app, chosen[0].identity, value)
+                request = replace(request, value=stored)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        staged = _staged(store, selection) if operation == "forget" else None
         waiting = 0 if staged is None else staged.count()
         if waiting:
             note(f"{waiting:,} messages in the outbox to be discarded.")
@@ -341,12 +333,6 @@ def _make_command(operation: Operation) -> None:
         if not chosen and not waiting:
             note("Nothing was done.")
             raise Exit(FOUND if records else 0)
-        if operation == "complete":
-            try:
-                stored = story.value_from_json(app, chosen[0].identity, value)
-            except ValueError as error:
-                raise click.UsageError(str(error)) from error
-            request = replace(request, value=stored)
         if not yes:
             click.confirm(f"{operation.capitalize()} {len(chosen):,}?", abort=True, err=True)
         # Before the records: a message that is sent meanwhile would make a new one.
@@ -354,33 +340,17 @@ def _make_command(operation: Operation) -> None:
             note(f"{staged.delete()[0]:,} messages in the outbox discarded.")
         _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
 
-    of_many = operation in ON_MANY
-    all_of_them = ", or with --all all that are selected" if of_many else ""
-    run.__doc__ = _HELP.format(operation.capitalize(), all_of_them, OPERATIONS[operation].effect)
+    run.__doc__ = _HELP.format(operation.capitalize(), OPERATIONS[operation].effect)
     example = f"{operation} order-17 --task shop.charge --reason 'ticket 4711'"
-    if of_many:
-        examples = [example, f"{operation} --all --task shop.charge --state stale --before 10m"]
-    else:
+    examples = [example, f"{operation} --all --task shop.charge --state stale --before 10m"]
+    if operation not in ON_MANY:
         examples = [f'{example} --value \'{{"charge": "ch_17"}}\'']
-    command(operation, *examples, params=_ON_MANY if of_many else _ON_ONE)(run)
+    command(operation, *examples, params=_ON_MANY if operation in ON_MANY else _ON_ONE)(run)
 
 
-def _collect(app: Celery, operation: Operation, wanted: Selection, limit: int) -> Sequence[Record]:
-    """Return the selected records, up to a limit."""
-    store = get_store(app)
-    page = finding.look(store, wanted, enough=limit)
-    records = page.records[:limit]
-    if page.cursor or len(page.records) > limit:
-        note(f"There may be more than {limit:,}: run it again for the rest.")
-    if operation != "requeue":
-        return records
-    # Lists leave out whether there is a message.
-    return finding.read_whole(store, [each.identity for each in records])
-
-
-def _staged(app: Celery, wanted: Selection) -> QuerySet[OutboxMessage] | None:
+def _staged(store: Store, wanted: Selection) -> QuerySet[OutboxMessage] | None:
     """Return the messages in the outbox that are meant: those of a scope that is selected as a whole."""
-    alias, models = get_store(app).outbox_alias, session.django_part("models")
+    alias, models = store.outbox_alias, session.django_part("models")
     whole = Selection(scopes=wanted.scopes)
     if not wanted.scopes or wanted != whole or alias is None or models is None:
         return None

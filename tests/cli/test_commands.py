@@ -540,7 +540,7 @@ def test_a_task_that_fails_each_time_does_not_look_well(run, store):
     store.count({(TASK, "claimed"): 20, (TASK, "released"): 20})
     head, row = [line.split("\t") for line in run("stats").stdout.splitlines()[-2:]]
     figures = dict(zip(head, row, strict=True))
-    assert (figures["RUNS"], figures["RELEASED"], figures["FAILED"]) == ("20", "20", "0")
+    assert (figures["RUNS"], figures["RELEASES"], figures["FAILURES"]) == ("20", "20", "0")
 
 
 def test_sweep_does_what_beat_asks_for(every, run, store):

@@ -8,18 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import NamedTuple
 
+from celery_idempotent.celery.story import SERIES
 from celery_idempotent.records import Counted
 
-#: What is drawn, from below, and the outcomes that it adds up. A run ends ``settled`` (which is not drawn), ``failed``
-#: or ``released``: the key was given back, because the run failed or asked for a retry.
-SERIES: Mapping[str, tuple[str, ...]] = {
-    "runs": ("claimed",),
-    "releases": ("released",),
-    "failures": ("failed",),
-    "replays": ("replayed",),
-    "conflicts": ("conflicted",),
-    "trouble": ("mismatched", "interrupted", "lease_lost", "settle_failed", "store_failed"),
-}
 _SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in outcomes}
 
 #: A chart shows so many hours. The template draws it 100 units high, each hour 10 wide, of which a bar takes 8.

@@ -14,7 +14,7 @@ from celery_idempotent.celery.finding import find, look, task_name
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.celery.story import (
-    Shown,
+    in_words,
     is_too_large,
     show_value,
     sweeps_of,
@@ -221,7 +221,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     return replace(page, records=tuple(newest), looked_at=looked_at)
 
 
-def _show_value(app: Celery, record: Record) -> Shown:
+def _show_value(app: Celery, record: Record) -> str:
     """Return what a settled record says: its result, its error, or its view's answer, the body if that is a text."""
     stored = record.value
     if stored is None or stored.content_type != CONTENT_TYPE or is_too_large(stored):
@@ -229,7 +229,7 @@ def _show_value(app: Celery, record: Record) -> Shown:
     try:
         response = read_response(stored)
     except ResultUnavailable as unavailable:
-        return Shown(trouble=str(unavailable))
+        return str(unavailable)
     del response[REPLAYED]
     body = f"({len(response.content):,} bytes that are no text)"
     if "Content-Encoding" not in response:
@@ -237,4 +237,4 @@ def _show_value(app: Celery, record: Record) -> Shown:
             body = response.content.decode(response.charset)
     head = [f"{response.status_code} {response.reason_phrase}"]
     head += [f"{name}: {value}" for name, value in response.items()]
-    return Shown.of("\n".join([*head, "", body]))
+    return in_words("\n".join([*head, "", body]))
