@@ -239,7 +239,7 @@ class SettledWith(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Renewal:
-    """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
+    """A claim to be renewed for ``lease_ms``."""
 
     identity: Identity
     token: int
@@ -372,9 +372,8 @@ class Page:
 class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
-    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``interrupted`` and
-    ``failed`` those in these states. ``at_least`` names those of which there may be more, because no store counts for
-    longer than is good. ``swept_ms`` is when the last sweep ended, ``None`` if none did or the store does not note it.
+    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it. ``at_least`` names
+    the counts that are only lower bounds. ``swept_ms`` is when the last sweep ended, if that is known.
     """
 
     live: int

@@ -39,10 +39,9 @@ from celery_idempotent.records import (
     State,
     Stats,
 )
-from celery_idempotent.stores import deciding
+from celery_idempotent.stores import table
 from celery_idempotent.stores.base import Store, Taken
-from celery_idempotent.stores.deciding import Asked
-from celery_idempotent.stores.table import Verb
+from celery_idempotent.stores.table import Asked, Verb
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -83,7 +82,7 @@ class DjangoStore(Store):
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def _at(self, identity: Identity, verb: Callable[[deciding.Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[table.Look], T]) -> T:
         return self.connections.run(lambda session: verb(Look(session, identity)))
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:

@@ -36,8 +36,15 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.deciding import Asked, Look, asked_to_settle, brought, decide
-from celery_idempotent.stores.table import Verb
+from celery_idempotent.stores.table import (
+    Asked,
+    Look,
+    Verb,
+    after,
+    asked_to_settle,
+    brought,
+    decide,
+)
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -65,11 +72,7 @@ def write_cursor(kind: str, *place: int) -> str:
 
 
 def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
-    """Return the numbers of a cursor, as many zeros for the start of the list.
-
-    Raises:
-        ValueError: for a cursor of another kind of list, as after a change of the filter in the middle of a list.
-    """
+    """Return the numbers of a cursor, zeros for the start of the list; ``ValueError`` for another kind of list."""
     if not cursor:
         return (0,) * count
     word, *numbers = cursor.split(":")
@@ -101,10 +104,7 @@ class Transaction(Protocol):
         ...
 
     def passes(self, error: Exception, *, at_end: bool) -> bool:
-        """Is this an error that the same body may not meet again?
-
-        The loss of the session or, from :meth:`settle` or the commit (``at_end``), a serialization failure or deadlock.
-        """
+        """Is it a lost session or, of the settle or the commit (``at_end``), a serialization failure or deadlock?"""
         ...
 
     def has(self, connection: object) -> bool:
@@ -112,23 +112,18 @@ class Transaction(Protocol):
         ...
 
     def outside(self) -> AbstractContextManager[None]:
-        """Refuse writes to the transaction's database: :exc:`~celery_idempotent.errors.IdempotencyError`.
-
-        What happens in here outlives a rollback.
-        """
+        """Refuse writes to the transaction's database: what happens in here outlives a rollback."""
         ...
 
 
 class Store(ABC):
     """Holds the records. A store of your own looks, swaps, and finds what is due; :mod:`.table` decides.
 
-    Time is the store's own clock, in milliseconds. Every verb may be repeated when its answer was lost, and then
-    answers as it did the first time. Every write after the claim carries the record's token and does nothing for any
-    other. Expected outcomes are return values; every verb may raise :exc:`~celery_idempotent.errors.StoreUnavailable`
-    (trying again may help) or :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). A store that can do a
-    verb in one statement overrides it. ``tests/contract`` holds a store to all of this.
-
-    What a store may do beyond the verbs has a default here, that of a store which cannot; a flag says what it can.
+    Time is the store's own clock, in milliseconds. A verb whose answer was lost may be repeated, and answers as it did
+    the first time. Every write after the claim carries the record's token and does nothing for any other. Every verb
+    may raise :exc:`~celery_idempotent.errors.StoreUnavailable` (trying again may help) or
+    :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). A store that can do a verb in one statement
+    overrides it. Beyond the verbs, the defaults are those of a store which cannot do it.
     """
 
     #: Can a run be part of its transactions? Then it has `transaction`, `committed` and `abandon`.
@@ -151,52 +146,40 @@ class Store(ABC):
     # -- the verbs --
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if no live claim holds it.
+        """Take the key if no live claim holds it; a claim that finds a lease over counts a crash.
 
-        QUEUED and INTERRUPTED records are claimed as if there were none, but keep their crashes, steps and reservation.
-        A fingerprint that either side lacks is equal to any. A claim that finds a lease over counts a crash.
+        A fingerprint that either side lacks is equal to any.
         """
-        asked = Asked(
-            fields=brought(request),
-            attempt=request.attempt,
-            delay_ms=request.lease_ms,
-            keep_ms=request.keep_ms,
-        )
+        lease_ms, keep_ms = request.lease_ms, request.keep_ms
+        asked = Asked(brought(request), request.attempt, delay_ms=lease_ms, keep_ms=keep_ms)
         answer = self._take_key("claim", request.identity, asked)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published, under the record's task id.
 
-        ``Reserved``: the key had no record, was INTERRUPTED, was reserved under or by this very task id (whose answer
-        was lost: the token stays), or its reservation is past its deadline: then the task id stays that of the first.
-        Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out). Who reserves again
-        under the record's task id may bring another message; otherwise the record keeps the one that it has.
+        A reservation past its deadline is taken over, with its task id. Who reserves again under the record's task id
+        may bring another message; otherwise the record keeps the one that it has.
         """
-        asked = Asked(
-            fields={**brought(request), "reserved": True},
-            # Tells who reserves also where the record has another's task id.
-            attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
-            delay_ms=request.deadline_ms,
-            keep_ms=request.keep_ms,
-        )
+        # Tells who reserves also where the record has another's task id.
+        attempt = hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest()
+        delay_ms, fields = request.deadline_ms, {**brought(request), "reserved": True}
+        asked = Asked(fields, attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
         answer = self._take_key("reserve", request.identity, asked)
         return Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew; ``False`` for each that is no longer held with that token.
 
-        A claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again. One that a sweep made FAILED stays so, and
-        ``True`` says that its run may settle it anew.
+        A claim that a sweep ended is PROCESSING again, or if FAILED stays so: its run may settle it anew.
         """
         return [self._renew(each) for each in leases]
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state; ``False`` if the key has another token by now.
 
-        Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
-        was settled before: then the first end state stays, unless it is a FAILED that a sweep wrote. Without
-        ``restore`` see :class:`~celery_idempotent.records.SettleRequest`.
+        Accepted also when the lease is over, when the record is gone (flushed, evicted), and when the claim was settled
+        before: then the first end state stays, unless a sweep wrote it.
         """
         identity = request.record.identity
         return self._ask("settle", identity, asked_to_settle(request))[0] == "settled"
@@ -207,51 +190,41 @@ class Store(ABC):
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
         With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
-        to QUEUED, with a deadline so many milliseconds from now: should the retry never come, a sweep sends the
-        message. Any other record with steps becomes INTERRUPTED, without another crash. An operator gives a ``note``:
-        a record that stays has it, and a new token.
+        to QUEUED, with such a deadline. Any other record with steps becomes INTERRUPTED. With an operator's ``note`` a
+        record that stays gets a new token.
         """
-        asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
+        asked = Asked({"note": note}, token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, asked)[0] != "lost"
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner of the PROCESSING record with this token: it becomes INTERRUPTED.
-
-        Returns the record as it is now, ``None`` if no PROCESSING record has this token.
-        """
+        """Note that a crash took the owner of the PROCESSING record with this token; return it, INTERRUPTED now."""
         return self._ask("interrupt", identity, Asked(token=token))[1]
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of the step ``name`` to the claim with this token, swept or not; ``False`` if there is none.
-
-        A step that is there already keeps its first result.
-        """
+        """Add a step's first result to the claim with this token, swept or not; ``False`` if there is none."""
         asked = Asked(token=token, step=(name, value))
         return self._ask("checkpoint", identity, asked)[0] != "lost"
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
-        asked = Asked(fields={"delivered": True}, token=token)
+        asked = Asked({"delivered": True}, token=token)
         return self._ask("mark_delivered", identity, asked)[0] == "marked"
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
-        """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, with a new token.
+        """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, with a new token; return it.
 
-        Returns the record, whose message is to be published before its deadline, ``deadline_ms`` from now; ``None`` if
-        there is no such record. With ``token`` it is the record with that one, even within the lease.
+        Its message is to be published within ``deadline_ms``. With ``token`` it is the record with that one, even
+        within the lease.
         """
-        asked = Asked(fields={"note": note}, attempt=b"", token=token, delay_ms=deadline_ms)
+        asked = Asked({"note": note}, b"", token=token, delay_ms=deadline_ms)
         return self._ask("requeue", identity, asked)[1]
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
-        """Delete the record; with ``token`` only if it has that one, with ``state`` only if it is in that.
-
-        ``False`` if there was none. Later claims still get a larger token.
-        """
+        """Delete the record; with ``token`` or ``state`` only if it has that one. ``False`` if there was none."""
         return self._ask("forget", identity, Asked(token=token, state=state))[0] == "forgotten"
 
     def get(self, identity: Identity) -> Record | None:
@@ -260,12 +233,10 @@ class Store(ABC):
         return None if look.stored is None else look.stored.record
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt up to about ``limit`` PROCESSING records whose lease ran out, found through an index of leases.
+        """Interrupt up to about ``limit`` PROCESSING records whose lease ran out; any number of sweeps may run at once.
 
-        Whether a record is stale is decided again at the moment of the write, so any number of sweeps may run at once.
-        A stale record with ``on_stale="requeue"`` and a message becomes QUEUED instead, with its crash, for
-        ``requeue_ms`` times two to the power of the times it was requeued before (at most ten); so does, without a
-        crash, a QUEUED one with a message whose deadline is past (its sender died).
+        One with ``on_stale="requeue"`` and a message becomes QUEUED instead, and so does a QUEUED one with a message
+        whose deadline is past (its sender died): for ``requeue_ms``, twice as long each time, at most 1,024 times.
         """
         found = list(self._due(limit + 1))
         due = found[:limit]
@@ -302,12 +273,12 @@ class Store(ABC):
     def _do(self, verb: Verb, look: Look, asked: Asked) -> Done:
         now_ms = look.now_us // 1000
         rule = decide(verb, look.stored, asked, now_ms)
-        if rule.writes:
-            after = rule.after(look.stored, asked, now_ms, max(look.highest + 1, look.now_us))
-            look.write(after)
-            return rule.answer, after.record
-        if rule.deletes:
+        if rule.then == "deleted":
             look.remove(forget=verb == "forget")
+        elif rule.then is not None:
+            written = after(rule, look.stored, asked, now_ms, max(look.highest + 1, look.now_us))
+            look.write(written)
+            return rule.answer, written.record
         return rule.answer, None
 
     def _renew(self, each: Renewal) -> bool:
@@ -318,13 +289,10 @@ class Store(ABC):
         return [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
 
     def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
-        """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done.
-
-        Each time that a message is requeued the next deadline is twice as far away: 1 min, 2 min, 4 min … 17 h.
-        """
+        """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done."""
         requeues = 0 if look.stored is None else look.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
-        asked = Asked(fields={"swept": True}, attempt=b"", delay_ms=delay_ms)
+        asked = Asked({"swept": True}, b"", delay_ms=delay_ms)
         return self._do("sweep", look, asked)[1]
 
     # -- many records: what a store says, too --
@@ -339,13 +307,9 @@ class Store(ABC):
     ) -> Page:
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
-        All but COMPLETED records are found through indexes; these are found only by looking at keys one after the
-        other: a page may be empty and yet have a cursor. Records that come, go or change between two pages may be left
-        out, or come twice. Where only INTERRUPTED or only FAILED records are wanted, the newest come first, as far as
-        they are kept for equally long; any other list is in no particular order.
-
-        Raises:
-            ValueError: for a cursor that is none of this store's.
+        COMPLETED records have no index: a page may be empty and yet have a cursor. Records that come, go or change
+        between two pages may be left out, or come twice. Only INTERRUPTED, or only FAILED ones come newest first, as
+        far as they are kept for equally long. ``ValueError`` for a cursor that is none of this store's.
         """
 
     @abstractmethod
@@ -364,8 +328,7 @@ class Store(ABC):
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
         """Write the end state as :meth:`settle` does and, if that is accepted, the result in the same atomic step.
 
-        A result that says SUCCESS already stays. Whatever keeps the result from being stored is no trouble of the
-        settle: ``SettledWith.NOTHING``, and its backend is to store it.
+        A result that says SUCCESS already stays. One that cannot be stored is left to its backend.
         """
         return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
 
@@ -391,30 +354,20 @@ class Store(ABC):
         return self
 
     def transaction(self, record: Record | None) -> AbstractContextManager[Transaction]:
-        """Begin a transaction for the claim that returned ``record``; it ends with the context, as an exception does.
+        """Begin a transaction for the claim that returned ``record``; it ends with the context.
 
-        While it lasts, a claim of the same key that finds the lease run out first ends this session. Without a record
-        it is no more than a transaction, and nothing is settled in it.
-
-        :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
-        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
-        the record; what the database says to the body's own statements, to the transaction as a whole and to the
-        commit comes through as it is.
+        Without a record nothing is settled in it. :exc:`~celery_idempotent.errors.LeaseLost` if the record has another
+        token already, and :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or
+        keeps the settle from the record; other errors of the database come through as they are.
         """
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def committed(self, record: Record) -> bool:
-        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
-
-        :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
-        """
+        """Wait for the end of the transaction that settled this claim: was it committed?"""
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def abandon(self, record: Record) -> None:  # noqa: B027  without transactions none is open
-        """End the transaction that this thread began for the claim, if it is still open.
-
-        A time limit may strike between any two instructions, also after the body and before the context could end.
-        """
+        """End the transaction of this thread's claim that a time limit, which strikes anywhere, may have left open."""
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting
         """Add to the counters of the current hour, by task and outcome. A lost answer may count twice."""

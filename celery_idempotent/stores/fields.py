@@ -15,14 +15,8 @@ from typing import Any
 
 from celery_idempotent.records import Record, State, Stored
 
-#: The letter that stands for each state. Letters are stored: add, never change.
-LETTERS = {
-    State.QUEUED: "Q",
-    State.PROCESSING: "P",
-    State.INTERRUPTED: "I",
-    State.COMPLETED: "C",
-    State.FAILED: "F",
-}
+#: The first letter of each state, which is stored.
+LETTERS = {state: state.name[0] for state in State}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
 #: What a line may have, a store's own among them.
@@ -37,8 +31,7 @@ _from_json = json.JSONDecoder().decode
 class FieldCodec:
     """Writes and reads the fields that a store does not keep ``elsewhere``.
 
-    ``ascii_only``: in letters of ASCII alone, for a database's character set may be small. A letter then takes up to 12
-    bytes, else 4.
+    ``ascii_only``: for a database's character set may be small. A letter then takes up to 12 bytes, else 4.
     """
 
     def __init__(self, *elsewhere: str, ascii_only: bool = False) -> None:
@@ -85,11 +78,7 @@ class FieldCodec:
         return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
-        """Return the fields in a line, and the value. Those of a newer version are left out.
-
-        Raises:
-            ValueError, KeyError, TypeError: if it is damaged.
-        """
+        """Return the fields in a line, without those of a newer version, and the value."""
         read: dict[str, Any] = _from_json(line.decode(*_UTF_8)) if line else {}
         kind, (message, steps) = read.pop("value", _USUAL_KIND), read.pop("long", (None, ()))
         found = {name: each for name, each in read.items() if name in _NAMES}

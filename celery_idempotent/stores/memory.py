@@ -18,7 +18,7 @@ from celery_idempotent.stores.base import (
     read_cursor,
     write_cursor,
 )
-from celery_idempotent.stores.deciding import Look, StoredRecord
+from celery_idempotent.stores.table import Look, StoredRecord
 
 __all__ = ["MemoryStore"]
 
@@ -33,12 +33,10 @@ class MemoryLook(Look):
         self._store = store
 
     def write(self, after: StoredRecord) -> None:
-        """Store this instead of what the look found."""
         self._store.highest_token = max(self.highest, after.record.token)
         self._store.records[after.record.identity] = after
 
     def remove(self, *, forget: bool) -> None:  # noqa: ARG002
-        """Delete what the look found."""
         assert self.stored is not None
         del self._store.records[self.stored.record.identity]
 
@@ -74,7 +72,6 @@ class MemoryStore(Store):
             return verb(MemoryLook(self, stored, now_us))
 
     def now_ms(self) -> int:
-        """Return the time by the store's clock."""
         return self._clock() // 1000
 
     def _due(self, limit: int) -> Sequence[Identity]:
@@ -85,7 +82,6 @@ class MemoryStore(Store):
         return due[:limit]
 
     def prune(self, *, limit: int) -> int:
-        """Delete records past their retention."""
         with self._locked():
             now_ms = self.now_ms()
             past = [name for name, stored in self.records.items() if stored.expires_ms <= now_ms]
@@ -94,7 +90,6 @@ class MemoryStore(Store):
             return len(past[:limit])
 
     def stats(self) -> Stats:
-        """Count the records."""
         now_ms, records = self._alive()
         deadlines = [r.deadline_ms for r in records if r.deadline_ms is not None]
         stale = sum(deadline_ms <= now_ms for deadline_ms in deadlines)
@@ -131,7 +126,6 @@ class MemoryStore(Store):
         )
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        """Add to the counters of this hour."""
         with self._locked():
             hour = self.now_ms() // HOUR_MS
             self._counts.update({(hour, *key): count for key, count in outcomes.items()})
@@ -139,7 +133,6 @@ class MemoryStore(Store):
                 del self._counts[key]
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
-        """Return the counters of the last hours."""
         with self._locked():
             first = self.now_ms() // HOUR_MS - min(hours, COUNTED_HOURS) + 1
             return [
@@ -149,7 +142,6 @@ class MemoryStore(Store):
             ]
 
     def note_sweep(self) -> None:
-        """Note that a sweep ended just now."""
         self._swept_ms = self.now_ms()
 
     def _locked(self) -> threading.RLock:

@@ -38,13 +38,6 @@ _SCHEMES = {
     **dict.fromkeys(_REDIS, "celery_idempotent.stores.redis.store:RedisStore"),
     **{f"hybrid+{scheme}": "celery_idempotent.django.hybrid:open_hybrid" for scheme in _REDIS},
 }
-#: The packages that a store may need, each the name of an extra, too.
-_EXTRAS = ("django", "redis")
-
-_WHAT_TO_SET = (
-    "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
-    " nor the broker is a Redis that could keep the idempotency records"
-)
 
 #: The store of each app.
 _stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
@@ -61,12 +54,18 @@ def open_store(url: str) -> Store:
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in _SCHEMES:
         allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
+        start = f"starts with {scheme!r}" if scheme else "has no scheme"
+        raise InvalidOption(f"the idempotency store's URL {start}: use one of {allowed}")
+    module, _, name = _SCHEMES[scheme].partition(":")
+    try:
+        found: Callable[[str], Store] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "django":
+            raise
         raise InvalidOption(
-            f"the idempotency store's URL starts with {scheme!r}: use one of {allowed}"
-            if scheme
-            else f"the idempotency store is not a URL: start it with one of {allowed}"
-        )
-    return _resolve(_SCHEMES[scheme])(url)
+            "this idempotency store needs the package django: pip install 'celery-idempotent[django]'"
+        ) from error
+    return found(url)
 
 
 def get_store(app: AnyCelery) -> Store:
@@ -90,23 +89,24 @@ def swap_store(app: Celery, store: Store | None) -> None:
         _stores[app] = store
 
 
-def _runs_in_this_process(app: Celery) -> bool:
-    """Is the current run an eager one, or every run of this app in this process?"""
-    from celery._state import get_current_task
-
-    request = getattr(get_current_task(), "request", None)
-    if app.conf.task_always_eager or getattr(request, "is_eager", False):
-        return True
-    broker: object = app.conf.broker_url
-    first = broker[0] if isinstance(broker, (list, tuple)) and broker else broker
-    return str(first).startswith("memory://")
+def _first_broker(app: Celery) -> str:
+    url: Any = app.conf.broker_url
+    return str(url[0] if isinstance(url, (list, tuple)) and url else url)
 
 
 def _in_memory(app: Celery) -> Store:
+    """Return the memory of this process, if the current run is an eager one, or all runs are in this process."""
+    from celery._state import get_current_task
+
     from celery_idempotent.stores.memory import MemoryStore
 
-    if not _runs_in_this_process(app):
-        raise InvalidOption(_WHAT_TO_SET)
+    request = getattr(get_current_task(), "request", None)
+    is_eager = app.conf.task_always_eager or getattr(request, "is_eager", False)
+    if not is_eager and not _first_broker(app).startswith("memory://"):
+        raise InvalidOption(
+            "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
+            " nor the broker is a Redis that could keep the idempotency records"
+        )
     store = _memories.get(app)
     if store is None:
         logger.warning(
@@ -133,19 +133,6 @@ def _store_of(app: Celery) -> Store | None:
         f"idempotency_store is a {type(setting).__name__}:"
         " give a URL or a store, a subclass of celery_idempotent.stores.base.Store"
     )
-
-
-def _resolve(path: str) -> Callable[..., Store]:
-    module, _, name = path.partition(":")
-    try:
-        found: Callable[..., Store] = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
-            raise
-        raise InvalidOption(
-            f"this idempotency store needs the package {error.name}: pip install 'celery-idempotent[{error.name}]'"
-        ) from error
-    return found
 
 
 # -- the app's own Redis --
@@ -177,9 +164,8 @@ def _from_backend(app: Celery) -> Store:
 
 def _from_broker(app: Celery) -> Store | None:
     """Open the broker if it is one Redis, as kombu reads its URL and settings."""
-    url: Any = app.conf.broker_url
-    first = url if isinstance(url, str) or not url else url[0]
-    scheme = str(first).partition("://")[0]
+    first = _first_broker(app)
+    scheme = first.partition("://")[0]
     if scheme not in ("redis", "rediss", "sentinel"):
         return None
     try:
@@ -208,6 +194,8 @@ def _redis(
     given: Mapping[str, Any], sentinels: list[str], transport: Mapping[str, Any] | None, prefix: str
 ) -> Store:
     """Open the Redis that these parameters of connections lead to, or the master that the Sentinels name."""
+    from celery_idempotent.stores.redis.store import RedisStore
+
     options = {k: v for k, v in given.items() if v not in (None, "") and k not in _NOT_SHARED}
     url = "redis://"
     if sentinels:
@@ -220,7 +208,7 @@ def _redis(
         url = f"sentinel://{';'.join(sentinels)}/{quote(str(master))}/{options.pop('db', 0)}"
         options["ssl"] = options.pop("connection_class", None) is not None
         options["sentinel_kwargs"] = transport.get("sentinel_kwargs")
-    return _resolve(_SCHEMES["redis"])(url, prefix=f"{prefix}idem", options=options)
+    return RedisStore(url, prefix=f"{prefix}idem", options=options)
 
 
 def _unreadable(setting: str, error: Exception) -> InvalidOption:

@@ -1,20 +1,34 @@
-"""What each verb does with a record: the table that the stores go by.
+"""What each verb does with a record: a table, and how a store goes by it.
 
-A verb looks at what is stored for a key, and the first rule for the state that it finds, and whose condition holds,
-says what it answers and what is stored then. Example: a claim that finds a PROCESSING record skips the rule
-``"another fingerprint"`` if the fingerprints agree, and stops at ``"within its lease"`` if that has not run out:
-it answers ``held`` and writes nothing.
+The first rule for the state that a verb finds, and whose condition holds, says what it answers and what is stored then.
+Example: a claim that finds a PROCESSING record skips the rule ``"another fingerprint"`` if the fingerprints agree, and
+stops at ``"within its lease"`` if that has not run out: it answers ``held`` and writes nothing.
 
-:mod:`celery_idempotent.stores.deciding` executes the table for the stores that decide in Python,
-``tests/contract`` asks every store about each of its cells, Redis with its scripts included.
+A store says how it looks (:meth:`.base.Store._at`), and a look how it is written over (:class:`Look`). Where somebody
+else writes between the look and the write, the store begins the verb again::
+
+    worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
+    worker B      look: none ─ decide: claimed ─ write: done
+
+``tests/contract`` asks every store about each cell of the table.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Literal, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import (
+    ClaimRequest,
+    Record,
+    ReserveRequest,
+    SettleRequest,
+    State,
+    Stored,
+)
 
 # fmt: off
 Verb = Literal[
@@ -28,6 +42,8 @@ NONE = (None,)
 ENDS = tuple(state for state in State if state.settled)
 LIVE = tuple(state for state in State if not state.settled)
 ANY = (*LIVE, *ENDS)
+#: The states that have a deadline.
+LEASED = (QUEUED, PROCESSING)
 
 #: What the next claim or reservation of a key takes over.
 HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps", "note")
@@ -55,21 +71,17 @@ RUN = _without(WHOLE, "swept")
 #: What stays when an operator says how it goes on: the record gets a new token, which refuses whoever still runs.
 OPERATED = _without(RUN, "token", "note")
 ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
-#: What a reservation has when it is repeated; its transaction may be committed by now.
+#: What stays when a reservation is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
 
 class Rule(NamedTuple):
     """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
 
-    ``when`` names a condition on what is stored and asked for; :mod:`.deciding` has what each means.
-
-    ``then`` is the state of what is stored afterwards: ``"as asked"`` for a settle, ``"deleted"`` for no record, and
-    ``None`` where nothing is written. ``carried`` are the fields that it has from the record before; all others
-    are as the verb brings them, or empty. Without ``token`` among them it gets a new token, and the verb's fingerprint
-    if the record before had none. Without ``updated_ms`` it has changed now, and without ``deadline_ms`` a deadline
-    counts from now.
-
+    ``when`` names one of the conditions below. ``then`` is the state of what is stored afterwards, ``None`` where
+    nothing is written. ``carried`` are the fields that it has from the record before; all others are as the verb brings
+    them, or empty. Without ``token`` among them it gets a new token, and the verb's fingerprint if the record before
+    had none. Without ``updated_ms`` it has changed now, and without ``deadline_ms`` a deadline counts from now.
     ``crashes`` and ``attempts`` are added to what is carried. The record lives for as long as the verb asks
     (``"anew"``), by as much longer as its deadline is away (``"longer"``), or for as long as before.
     """
@@ -86,10 +98,7 @@ class Rule(NamedTuple):
 
 
 def _lost(verb: Verb, *states: State, swept: str = "") -> tuple[Rule, ...]:
-    """Return the rules of a verb for a claim that is over: no record, another token, one of these states.
-
-    ``swept`` is the answer about a record that a sweep settled FAILED: its run may still settle it anew.
-    """
+    """Return a verb's rules for a claim that is over; ``swept`` is the answer where a sweep settled it FAILED."""
     return (
         Rule(verb, NONE, "", "lost"),
         Rule(verb, ANY, "another token", "lost"),
@@ -145,10 +154,10 @@ TABLE: tuple[Rule, ...] = (
     Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
 
     *_lost("release", INTERRUPTED, *ENDS),
-    Rule("release", (QUEUED, PROCESSING), "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
-    Rule("release", (QUEUED, PROCESSING), "has steps, by an operator", "interrupted", INTERRUPTED, OPERATED),
-    Rule("release", (QUEUED, PROCESSING), "has steps", "interrupted", INTERRUPTED, RUN),
-    Rule("release", (QUEUED, PROCESSING), "", "released", "deleted"),
+    Rule("release", LEASED, "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
+    Rule("release", LEASED, "has steps, by an operator", "interrupted", INTERRUPTED, OPERATED),
+    Rule("release", LEASED, "has steps", "interrupted", INTERRUPTED, RUN),
+    Rule("release", LEASED, "", "released", "deleted"),
 
     *_lost("interrupt", QUEUED, INTERRUPTED, *ENDS),
     Rule("interrupt", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
@@ -187,3 +196,185 @@ TABLE: tuple[Rule, ...] = (
     Rule("forget", ANY, "", "forgotten", "deleted"),
 )
 # fmt: on
+
+# -- how a store goes by it --
+
+#: Fields of a record by their names, each of a type of its own.
+Fields = dict[str, Any]
+
+
+class StoredRecord(NamedTuple):
+    """A record, and what only its store knows: ``attempt`` is the id of the claim or reservation that wrote it."""
+
+    record: Record
+    expires_ms: int
+    attempt: bytes = b""
+    requeues: int = 0
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class Asked:
+    """What a verb is asked for.
+
+    ``fields`` are those that it brings for the record. ``delay_ms`` is the length of the lease, or how far away the
+    deadline is; a release without one gives the key back. ``claim`` is the record that is to be settled: where none is
+    stored any more, its fields are carried over.
+    """
+
+    fields: Fields = field(default_factory=dict)
+    attempt: bytes | None = None
+    _: KW_ONLY
+    delay_ms: int | None = None
+    keep_ms: int = 0
+    token: int | None = None
+    state: State | None = None
+    restore: bool = True
+    step: tuple[str, Stored] | None = None
+    claim: Record | None = None
+
+
+def asked_to_settle(request: SettleRequest) -> Asked:
+    """Return what a settle asks for."""
+    state = None if request.restore else request.record.state
+    return Asked(
+        brought(request),
+        b"",
+        keep_ms=max(request.keep_ms, 1),
+        token=request.record.token,
+        state=state,
+        restore=request.restore,
+        claim=request.record,
+    )
+
+
+def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
+    # ``deadline_ms`` is a length of time in a request, and a point in time in a record.
+    of_record = {each.name for each in fields(Record)} - {"deadline_ms"}
+    names = [each.name for each in fields(request) if each.name in of_record]
+    return names, attrgetter(*names)
+
+
+#: Of each request the fields that a record takes as they are: those of the same name.
+_SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
+
+
+def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
+    """Return the fields that a request brings for the record."""
+    names, read = _SHARED[type(request)]
+    return dict(zip(names, read(request), strict=True))
+
+
+#: Does a condition hold for what is stored (``None``: nothing), what is asked for, and now?
+Holds = Callable[[Any, Asked, int], bool]
+
+
+def _before_deadline(stored: StoredRecord, _: Asked, now_ms: int) -> bool:
+    """At the very millisecond of its deadline a lease is over."""
+    deadline_ms = stored.record.deadline_ms
+    return deadline_ms is not None and deadline_ms > now_ms
+
+
+_CONDITIONS: dict[str, Holds] = {
+    # One that is ``None`` is equal to any.
+    "another fingerprint": lambda s, a, _: (
+        len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
+    ),
+    "another token": lambda s, a, _: a.token not in (None, s.record.token),
+    "another state": lambda s, a, _: a.state not in (None, s.record.state),
+    "the same attempt": lambda s, a, _: s.attempt == a.attempt,
+    "the same task id, with a message": lambda s, a, _: (
+        s.record.task_id == a.fields["task_id"] and a.fields["message"] is not None
+    ),
+    "the same task id": lambda s, a, _: s.record.task_id == a.fields["task_id"],
+    "the same caller": lambda s, a, _: s.attempt == a.attempt,
+    "within its lease": _before_deadline,
+    "before its deadline": _before_deadline,
+    "within its lease, no token given": lambda s, a, now: (
+        a.token is None and _before_deadline(s, a, now)
+    ),
+    "seen as FAILED": lambda _, a, __: a.state is State.FAILED,
+    "not swept": lambda s, *_: not s.record.swept,
+    "swept": lambda s, *_: s.record.swept,
+    "swept, may be restored": lambda s, a, _: s.record.swept and a.restore,
+    "may be restored": lambda _, a, __: a.restore,
+    "a retry is announced": lambda s, a, _: (
+        a.delay_ms is not None and (s.record.reserved or s.record.message is not None)
+    ),
+    "has steps": lambda s, *_: bool(s.record.steps),
+    "has steps, by an operator": lambda s, a, _: bool(s.record.steps and a.fields["note"]),
+    "by an operator": lambda _, a, __: bool(a.fields["note"]),
+    "has this step": lambda s, a, _: bool(a.step and a.step[0] in dict(s.record.steps)),
+    "has no message": lambda s, *_: s.record.message is None,
+    "is requeued when stale": lambda s, *_: (
+        s.record.on_stale == "requeue" and s.record.message is not None
+    ),
+}
+
+
+def after(
+    rule: Rule, stored: StoredRecord | None, asked: Asked, now_ms: int, token: int
+) -> StoredRecord:
+    """Return what a rule stores next; ``token`` is what a new claim or reservation gets."""
+    old = asked.claim if stored is None else stored.record
+    fields: Fields = {**asked.fields, "attempts": rule.attempts, "updated_ms": now_ms}
+    delay_ms, carried = asked.delay_ms or 0, rule.carried
+    if rule.then != "as asked":
+        fields["state"] = rule.then
+    # What is not carried over is made anew, if the next state has such a field.
+    if rule.then in LEASED and "deadline_ms" not in carried:
+        fields["deadline_ms"] = now_ms + delay_ms
+    if not carried:  # the first record of this key
+        fields["created_ms"] = now_ms
+    else:
+        assert old is not None
+        fields["identity"] = old.identity
+        fields.update([(name, getattr(old, name)) for name in carried])
+        fields["crashes"] += rule.crashes
+        fields["attempts"] += rule.attempts
+        if asked.step is not None:
+            fields["steps"] = (*old.steps, asked.step)
+    if "token" not in carried:
+        fields["token"] = token
+        # None stands for any: what a caller does not say stays known from the caller before.
+        if fields["fingerprint"] is None:
+            fields["fingerprint"] = asked.fields.get("fingerprint")
+    record = Record(**fields)
+    expires_ms = now_ms + delay_ms + asked.keep_ms
+    if stored is None:
+        return StoredRecord(record, expires_ms, asked.attempt or b"")
+    if rule.life != "anew":
+        expires_ms = stored.expires_ms + (delay_ms if rule.life == "longer" else 0)
+    attempt = stored.attempt if asked.attempt is None else asked.attempt
+    requeues = int(rule.verb in ("requeue", "sweep") and rule.then is State.QUEUED)
+    return StoredRecord(record, expires_ms, attempt, stored.requeues + requeues)
+
+
+#: The rules of each verb for each state.
+_RULES: dict[tuple[Verb, State | None], list[Rule]] = {}
+for _rule in TABLE:
+    for _state in _rule.found:
+        _RULES.setdefault((_rule.verb, _state), []).append(_rule)
+
+
+def decide(verb: Verb, stored: StoredRecord | None, asked: Asked, now_ms: int) -> Rule:
+    """Return the first rule of the verb that holds."""
+    for rule in _RULES[verb, None if stored is None else stored.record.state]:
+        if not rule.when or _CONDITIONS[rule.when](stored, asked, now_ms):
+            return rule
+    raise AssertionError(f"the table has no rule for {verb} {stored}")
+
+
+class Look(ABC):
+    """What one look found: what is ``stored`` unless it has expired, the store's time, the largest token known."""
+
+    stored: StoredRecord | None
+    now_us: int
+    highest: int
+
+    @abstractmethod
+    def write(self, after: StoredRecord) -> None:
+        """Store this instead of what the look found."""
+
+    @abstractmethod
+    def remove(self, *, forget: bool) -> None:
+        """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""

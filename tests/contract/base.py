@@ -30,7 +30,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.deciding import Fields
+from celery_idempotent.stores.table import Fields
 
 Advance = Callable[[float], None]
 T = TypeVar("T")

@@ -20,8 +20,7 @@ import pytest
 
 from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.deciding import Fields
-from celery_idempotent.stores.table import TABLE, Rule
+from celery_idempotent.stores.table import TABLE, Fields, Rule
 from tests.contract.base import (
     END_STATE_BY_NAME,
     FINGERPRINT,

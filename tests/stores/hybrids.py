@@ -12,9 +12,9 @@ pytest.importorskip("django")
 
 from celery_idempotent.django.hybrid import Cache, CachingStore
 from celery_idempotent.records import Identity
-from celery_idempotent.stores.deciding import Look
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.servers import Command, Link
+from celery_idempotent.stores.table import Look
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.redis.format import HEAD, pack, pack_tail, unpack
+from celery_idempotent.stores.table import StoredRecord
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")

@@ -40,8 +40,8 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.deciding import Look
 from celery_idempotent.stores.redis.format import Keyspace
+from celery_idempotent.stores.table import Look
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, MemoryHybrid
 from tests.support.tiers import examples, run_until_seen

@@ -28,8 +28,8 @@ from celery_idempotent.django.sql.rows import (
 )
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import WITHOUT_VALUE, Identity, Record, SettleRequest
-from celery_idempotent.stores import deciding
-from celery_idempotent.stores.deciding import Asked, StoredRecord, decide
+from celery_idempotent.stores import table
+from celery_idempotent.stores.table import Asked, StoredRecord, after, decide
 
 __all__ = ["Look", "claim_free_key", "settle_claim"]
 
@@ -44,7 +44,7 @@ _WRITE = ", ".join(f"{name} = %s" for name in COLUMNS)
 _MOMENTS = {"created_ms", "updated_ms", "deadline_ms", "due_ms", "expires_ms"}
 
 
-class Look(deciding.Look):
+class Look(table.Look):
     """What one look found, within a session; a released or expired row is none, but for its token."""
 
     def __init__(self, session: Session, identity: Identity, row: Sequence[Any] = ()) -> None:
@@ -118,14 +118,14 @@ def claim_free_key(session: Session, identity: Identity, asked: Asked) -> Record
     if words.vendor != "postgresql":
         # Elsewhere a duplicate's INSERT would wait for whoever writes the row, on SQLite for whoever writes at all.
         return Look(session, identity)
-    move, name = decide("claim", None, asked, 0), digest(identity)
-    new = column_values(move.after(None, asked, 0, 0))
+    rule, name = decide("claim", None, asked, 0), digest(identity)
+    new = column_values(after(rule, None, asked, 0, 0))
     values = (identity.namespace, identity.scope, identity.key, new[EXPIRES], *new)
     ((token, now_ms, *row),) = session.rows(
         _claim_statement(words.now_us), (name, *values, name, name)
     )
     if token is not None:
-        return move.after(None, asked, now_ms, token).record
+        return after(rule, None, asked, now_ms, token).record
     return Look(session, identity, row)
 
 
@@ -135,11 +135,10 @@ def settle_claim(session: Session, request: SettleRequest, *, atomic: bool = Fal
     It is the only settle of an ``atomic`` run: however long ago its claim was, and whatever a sweep made of the record.
     """
     words, record, keep_ms = session.dialect, request.record, max(request.keep_ms, 1)
-    asked = deciding.asked_to_settle(request)
-    after = decide("settle", StoredRecord(record, 0), asked, 0).after(
-        StoredRecord(record, 0), asked, 0, record.token
-    )
-    letter, *_, data, value = _values(session, after)
+    asked = table.asked_to_settle(request)
+    before = StoredRecord(record, 0)
+    settled = after(decide("settle", before, asked, 0), before, asked, 0, record.token)
+    letter, *_, data, value = _values(session, settled)
     where = OPEN if atomic else f"state = 'P' AND expires_ms > {words.now_ms}"
     # What SET LOCAL has set is gone with the transaction that the claim's run began.
     own = words.vendor == "postgresql" and atomic

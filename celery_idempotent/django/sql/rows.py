@@ -11,9 +11,8 @@ from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
-from celery_idempotent.stores.table import LIVE
+from celery_idempotent.stores.table import LIVE, StoredRecord
 
 #: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.

@@ -8,38 +8,29 @@ from collections.abc import Iterator, Sequence
 
 from celery_idempotent.records import Page, Record, Selection, State
 from celery_idempotent.stores.base import read_cursor, write_cursor
-from celery_idempotent.stores.redis.format import (
-    FAILURES,
-    INTERRUPTED,
-    LEASES,
-    MARK,
-    STARTS,
-    Keyspace,
-    unpack,
-)
+from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis.servers import Link, Reply, exchange, pairs, plain
 
-#: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes. What
-#: is long in it is an operator's note, of 600 letters, and a task id that is no UUID, each letter of up to 4 bytes.
+#: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
+#: It may have an operator's note of 600 letters, and a task id that is no UUID, each letter of up to 4 bytes.
 _SUMMARY = b"3999"
 #: How many keys are read at once, or looked for by one step of a scan.
 _STEP = 500
 #: How many names of each index are read at first for a merge of all or of some records, how many more of one that has
 #: more: its share of the newest 50 is two at most, as a rule.
 _ALL, _SOME, _MORE = 2, 16, 64
-_INDEXES = {State.FAILED: FAILURES, State.INTERRUPTED: INTERRUPTED}
+_INDEXES = {State.FAILED: layout.FAILURES, State.INTERRUPTED: layout.INTERRUPTED}
 
 
 class Search:
     """The search for one page: the records found so far, and how many keys it has looked at."""
 
     def __init__(
-        self, link: Link, keys: Keyspace, selection: Selection, *, limit: int, now_ms: int
+        self, link: Link, keys: layout.Keyspace, selection: Selection, *, limit: int, now_ms: int
     ) -> None:
         self._link, self._keys, self._selection = link, keys, selection
         self._limit, self._now_ms = limit, now_ms
         self._ends = tuple(f":{key}".encode() for key in selection.keys) or (b"",)
-        self._other = tuple(STARTS[state] for state in State if state not in selection.wanted)
         self._found: list[Record] = []
         self._looked_at = 0
 
@@ -51,7 +42,7 @@ class Search:
         wanted = self._selection.wanted
         kinds = [index for state, index in _INDEXES.items() if state in wanted]
         if not wanted <= _INDEXES.keys():
-            kinds.append(LEASES)
+            kinds.append(layout.LEASES)
         kind = b"".join(kinds).decode()  # its cursors lead on in the same indexes only
         score, same = read_cursor(cursor, kind, 2)
         entries = itertools.islice(self._entries(kinds, score), same, None)
@@ -59,11 +50,12 @@ class Search:
             # Usually the first ones fill the page. If a filter leaves few of them, the steps get larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
-            records = self._records([name for _, name in step])
-            for (at, _), record in zip(step, records, strict=True):
+            records = self._wanted([name for _, name in step])
+            for at, name in step:
                 self._looked_at += 1
                 score, same = at, same + 1 if at == score else 1
-                self._found += [record] if record is not None else []
+                if name in records:
+                    self._found.append(records[name])
                 if len(self._found) >= self._limit:
                     break
             else:
@@ -74,14 +66,8 @@ class Search:
     def scan(self, cursor: str, look_at: int) -> Page:
         """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how many keys a step looks for.
 
-        A page ends between two steps, never within one: Redis promises to pass over no key from step to step, but the
-        same step, asked for again, may give other keys in another order once the server has resized its table::
-
-            page 1: SCAN 0 gives a b c d, of which a and b fill it
-            a key of somebody else comes: the table grows
-            page 2: SCAN 0 gives c a; "the third one on" would leave c out
-
-        A step with more than the page has room for is therefore left to the next page, or made smaller.
+        The same step, asked for again, may give other keys in another order once the server has resized its table. A
+        page ends between two steps: one with more than it has room for is left to the next page, or made smaller.
         """
         number, at, count = read_cursor(cursor, "s", 3)
         count = count or _STEP
@@ -91,9 +77,7 @@ class Search:
             ((after, names),) = exchange(self._link, [plain(*step, node=nodes[number])])
             # A step looks at about so many keys, those of other applications included.
             self._looked_at += max(len(names), count)
-            # Of thousands of names often none is wanted: then no record is read.
-            named = list(filter(self._is_named, names))
-            found = [record for record in self._records(named) if record is not None]
+            found = list(self._wanted(names).values())
             room = self._limit - len(self._found)
             if len(found) > room and (self._found or count > 1):
                 count = max(count * self._limit // (len(found) + 1), 1)
@@ -126,7 +110,9 @@ class Search:
             at, size = 0, first
             while True:
                 found = pairs(told)
-                yield from ((int(float(score)), name) for name, score in found if name != MARK)
+                yield from (
+                    (int(float(score)), name) for name, score in found if name != layout.MARK
+                )
                 if len(found) < size:
                     return
                 at, size = at + size, _MORE
@@ -135,15 +121,17 @@ class Search:
         told = zip(indexes, ask(indexes, 0, first), strict=True)
         return heapq.merge(*(entries(*each) for each in told if each[1]), key=lambda e: -e[0])
 
-    def _records(self, names: Sequence[bytes]) -> Iterator[Record | None]:
-        """Read the records with these names; ``None`` for one that is gone, or not wanted: that is not unpacked."""
-        reads = [plain(b"GETRANGE", name, b"0", _SUMMARY) for name in names]
-        for name, packed in zip(names, exchange(self._link, reads), strict=True):
-            record = None
-            if packed and not packed.startswith(self._other) and self._is_named(name):
-                record = unpack(self._keys.identity(name), packed, summary=True).record
-            wanted = record is not None and self._selection.includes(record, self._now_ms)
-            yield record if wanted else None
+    def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
+        """Read those records with these names that are there and wanted; of thousands of names often none is."""
+        named = [name for name in names if self._is_named(name)]
+        reads = [plain(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
+        found: dict[bytes, Record] = {}
+        for name, packed in zip(named, exchange(self._link, reads), strict=True):
+            if packed:
+                record = layout.unpack(self._keys.identity(name), packed, summary=True).record
+                if self._selection.includes(record, self._now_ms):
+                    found[name] = record
+        return found
 
     def _is_named(self, name: bytes) -> bool:
         # The end first: of a million names, all are looked at for one key.

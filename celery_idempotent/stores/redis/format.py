@@ -3,16 +3,14 @@
 ::
 
     idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key)
-    idem:{7}!leases                             sorted set: record names by deadline, PROCESSING and QUEUED only; and
-                                                "!" by the largest token that the bucket gave out, in microseconds:
-                                                never due
+    idem:{7}!leases                             sorted set: names of PROCESSING and QUEUED records by deadline, and "!"
+                                                by the largest token that the bucket gave out, in µs: never due
     idem:{7}!failures, idem:{7}!interrupted     sorted sets: names of such records by when they expire
     idem:{0}!counts:484722                      hash: how often which outcome of which task in that hour since the epoch
     idem:{0}!swept                              when the last sweep ended, ms since the epoch
 
-The bucket number in braces is the Cluster hash tag, so that all that a script touches lies in one slot. Redis takes the
-first braces of a name, hence braces further right do not matter and the prefix may have none. A cache before a database
-(see django/hybrid.py) has names of the same kind.
+The bucket number in braces is the Cluster hash tag: all that a script touches lies in one slot. Redis takes the first
+braces of a name, hence the prefix may have none.
 
 A record is a head of 83 bytes that scripts read, a line of JSON, then the value::
 
@@ -26,8 +24,7 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
     44     id of the attempt ·  52 fingerprint ·  68 task id, if it is a UUID; zeros for none of these
     84     JSON object of whatever else is not as usual, or nothing · newline · the value
 
-Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING one only its worker (see
-:mod:`celery_idempotent.stores.fields`).
+Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING one only its worker.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ATTEMPT_BYTES, FINGERPRINT_BYTES, Identity, Record
-from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
+from celery_idempotent.stores.table import StoredRecord
 
-#: How many buckets the records spread over: it decides where each record is found, so it is fixed for ever.
+#: How many buckets the records spread over: fixed for ever.
 BUCKETS = 256
 #: Who has the largest token of a bucket as score among its leases.
 MARK = b"!"
@@ -73,10 +70,8 @@ class Keyspace:
         self.pattern = prefix.translate(special).encode() + b":{*}:*"
 
     def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
-        """Name the record, and its bucket's indexes of leases, failures and interrupted records.
-
-        Namespace and scope are escaped and the key comes last, so two identities never share a name.
-        """
+        """Name the record, and its bucket's indexes of leases, failures and interrupted records."""
+        # The key comes last, and needs no escapes.
         namespace, scope = _escape(identity.namespace), _escape(identity.scope)
         text = f"{namespace}:{scope}:{identity.key}".encode()
         head = self._heads[zlib.crc32(text) % BUCKETS]
@@ -106,14 +101,13 @@ def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
-HEAD = Struct(">cBQQHHQQB4s8s16s16s")
+_FRONT, HEAD = Struct(">cBQQHHQQ"), Struct(">cBQQHHQQB4s8s16s16s")
 #: No byte that a record of the first layout, with its flags here, could have.
 VERSION = 0xA1
 #: Packs a token into what the record of its claim begins with while it runs.
 pack_own = functools.partial(Struct(">cBQ").pack, b"P", VERSION)
 #: What scripts append to the numbers that they know.
 _TAIL = Struct(">B4s8s16s16s")
-_TAIL_AT = HEAD.size - _TAIL.size
 _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
 
 _LETTERS = {state: letter.encode() for state, letter in LETTERS.items()}
@@ -134,18 +128,14 @@ _of_record = attrgetter(*_OF_RECORD)
 
 @functools.lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
-    """Return a UUID as bytes, ``b""`` for any other text: that of a settle is that of its claim."""
+    """Return a UUID as bytes, ``b""`` for any other text."""
     return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
 
 
 def pack_tail(
     fields: Mapping[str, Any], *, attempt: bytes = NO_ATTEMPT, write: bytes = _NO_WRITE
 ) -> bytes:
-    """Return a record with these fields from its flags on; fields whose place is before them are left out.
-
-    Raises:
-        ValueError: for an attempt or a fingerprint of another length.
-    """
+    """Return a record with these fields from its flags on; ``ValueError`` for what does not fit."""
     fingerprint, task_id, value = fields["fingerprint"], fields["task_id"], fields.get("value")
     if len(attempt) != ATTEMPT_BYTES or len(fingerprint or _NO_ID) != FINGERPRINT_BYTES:
         raise ValueError(f"{ATTEMPT_BYTES} bytes are an attempt, {FINGERPRINT_BYTES} a fingerprint")
@@ -165,30 +155,19 @@ def pack_tail(
 def pack(stored: StoredRecord, write: bytes) -> bytes:
     """Return the whole record."""
     record = stored.record
-    head = HEAD.pack(
-        _LETTERS[record.state],
-        VERSION,
-        record.token,
-        record.created_ms,
-        min(record.crashes, 65_535),
-        min(record.attempts, 65_535),
-        record.updated_ms,
-        record.deadline_ms or 0,
-        *(0, _NO_WRITE, NO_ATTEMPT, _NO_ID, _NO_ID),
-    )
+    counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
+    times = record.updated_ms, record.deadline_ms or 0
+    start = _LETTERS[record.state], VERSION, record.token, record.created_ms
     fields = dict(zip(_OF_RECORD, _of_record(record), strict=True))
     fields["requeues"] = stored.requeues
-    return head[:_TAIL_AT] + pack_tail(fields, attempt=stored.attempt or NO_ATTEMPT, write=write)
+    tail = pack_tail(fields, attempt=stored.attempt or NO_ATTEMPT, write=write)
+    return _FRONT.pack(*start, *counts, *times) + tail
 
 
 def unpack(
     identity: Identity, packed: bytes, expires_ms: int = 0, *, summary: bool = False
 ) -> StoredRecord:
-    """Return the record; a ``summary`` of its first bytes has no value, message or steps.
-
-    Raises:
-        StoreMisconfigured: if it is damaged, or was written by another version.
-    """
+    """Return the record; a ``summary`` of its first bytes has no value, message or steps."""
     try:
         (letter, version, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
          flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip

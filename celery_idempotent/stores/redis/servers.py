@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -76,11 +76,8 @@ class Server:
 
     The pool asks the socket before each command whether it is still alive, takes locks and keeps metrics: more than
     half of a verb's time. Here a dead connection is found by using it. And one that did not finish its exchange is
-    closed, for an exception out of a signal handler may strike between any two instructions::
-
-        task     takes connection 1 ── sends claim ── SoftTimeLimitExceeded
-        pool     takes connection 1 back, its answer unread
-        other    takes connection 1 ── sends settle ── reads the answer to the claim
+    closed, for an exception out of a signal handler may strike between any two instructions, and the next verb would
+    read the answer to this one.
     """
 
     def __init__(self, pool: ConnectionPool, where: str) -> None:
@@ -140,11 +137,9 @@ class Server:
         return connection
 
     def nodes(self) -> Sequence[Any]:
-        """Return the only one."""
         return (None,)
 
     def close(self) -> None:
-        """Close the idle connections."""
         # One by one, each popped by one thread only: others may be taking and closing as well.
         with contextlib.suppress(IndexError):
             while True:
@@ -223,12 +218,10 @@ class Cluster:
         return answers
 
     def nodes(self) -> Sequence[Any]:
-        """Return the primaries."""
         found: list[Any] = sorted(self.client.get_primaries(), key=lambda node: str(node.name))
         return found
 
     def close(self) -> None:
-        """Close the connections."""
         if "client" in vars(self):
             self.client.close()
 
@@ -241,10 +234,7 @@ Link: TypeAlias = Server | Cluster
 
 
 def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
-    """Return the answer to each command, giving the server the scripts that it does not know.
-
-    Raises :exc:`StoreUnavailable` or :exc:`StoreMisconfigured` for whatever else goes wrong.
-    """
+    """Return the answer to each command, giving the server the scripts that it does not know."""
     if not commands:
         return []
     try:
@@ -273,16 +263,11 @@ _SILENT = (
     *(exceptions.ClusterError, exceptions.RedisClusterException),
 )
 _ERRORS = (exceptions.RedisError, *_SILENT)
-#: Errors that may be gone at the next try: a failover, a full memory. Some parsers of redis-py raise these classes,
-#: without the word, for others see the words.
-_TRANSIENT = (
-    *(exceptions.MovedError, exceptions.AskError, exceptions.MasterDownError),
-    *(exceptions.ClusterDownError, exceptions.TryAgainError, exceptions.ReadOnlyError),
-    exceptions.OutOfMemoryError,
-)
-#: At the start of the message or, before Redis 7, in the middle of a script's error.
-_TRANSIENT_WORDS = re.compile(
-    r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
+#: What may be gone at the next try: at the start of the message or, before Redis 7, in the middle of a script's error.
+#: Some parsers of redis-py raise a class instead, and leave out the word.
+_TRANSIENT = re.compile(
+    r"^(Moved|Ask|MasterDown|ClusterDown|TryAgain|ReadOnly|OutOfMemory)Error"
+    r"|(^\w+ |: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
     r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
 )
 
@@ -301,7 +286,7 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
     # Within a script Redis has other words for it.
     if isinstance(error, exceptions.NoPermissionError) or "can't run this command" in text:
         return StoreMisconfigured(f"{where} refused us: {text}. Give the user the rights.")
-    if isinstance(error, _TRANSIENT) or _TRANSIENT_WORDS.search(text):
+    if _TRANSIENT.search(f"{type(error).__name__} {text}"):
         return StoreUnavailable(f"{where} cannot serve us at the moment: {error}")
     return StoreMisconfigured(f"{where} answered: {error}")
 
@@ -315,16 +300,8 @@ def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
     return list(zip(reply[::2], reply[1::2], strict=True))
 
 
-def in_steps(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Yield the items, so many at a time."""
-    return (items[at : at + size] for at in range(0, len(items), size))
-
-
 def facts_of(link: Link, node: Any) -> ServerFacts:
-    """Read what a server says of itself; a hosted one often refuses ``CONFIG``.
-
-    Valkey says ``redis_version:7.2.4`` as well, for clients that know no Valkey: its own version is in another line.
-    """
+    """Read what a server says of itself; a hosted one often refuses ``CONFIG``, and Valkey says two versions."""
     (info,) = exchange(link, (plain(b"INFO", node=node),))
     if isinstance(info, bytes):  # else read by redis-py's client
         lines = info.decode(errors="replace").splitlines()

@@ -25,35 +25,22 @@ from celery_idempotent.records import (
     Stats,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, ServerFacts, Store, Taken
-from celery_idempotent.stores.deciding import Asked, Look, StoredRecord, brought
+from celery_idempotent.stores.redis import format as layout
+from celery_idempotent.stores.redis import servers
 from celery_idempotent.stores.redis.browse import Search
-from celery_idempotent.stores.redis.format import (
-    BUCKETS,
-    FAILURES,
-    HEAD,
-    INTERRUPTED,
-    LEASES,
-    STARTS,
-    Keyspace,
-    pack,
-    pack_own,
-    pack_tail,
-    unpack,
-)
-from celery_idempotent.stores.redis.servers import (
-    SCRIPTS,
-    Command,
-    Reply,
-    Server,
-    exchange,
-    facts_of,
-    in_steps,
-    is_one_database,
-    pairs,
-    plain,
-)
+from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs, plain
 from celery_idempotent.stores.redis.urls import link_and_prefix
-from celery_idempotent.stores.table import OUTCOME, PROCESSING, Verb
+from celery_idempotent.stores.table import (
+    INTERRUPTED,
+    OUTCOME,
+    PROCESSING,
+    QUEUED,
+    Asked,
+    Look,
+    StoredRecord,
+    Verb,
+    brought,
+)
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -64,11 +51,6 @@ T = TypeVar("T")
 
 #: The token and the time that a new record got.
 _STAMP = Struct(">QQ")
-#: The state of a record that each verb makes where there is none, and the attempts to run it.
-_NEW: dict[Verb, tuple[State, int]] = {
-    "claim": (State.PROCESSING, 1),
-    "reserve": (State.QUEUED, 0),
-}
 #: Members of an Enum take Python 3.11 0.2 µs to look up.
 _SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
 _FAILED, _LOST = State.FAILED, SettledWith.LOST
@@ -77,15 +59,10 @@ _CARRIED = tuple(
     name for name in OUTCOME if name not in ("token", "created_ms", "crashes", "attempts")
 )
 _carried_by = attrgetter(*_CARRIED)
-_CLAIM, _END, _RENEW, _SWAP = (SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
+_CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
 #: Which of swap's keys indexes the records of a state.
 _IN_LEASES = b"2"
-_INDEX = {
-    State.PROCESSING: _IN_LEASES,
-    State.QUEUED: _IN_LEASES,
-    State.FAILED: b"3",
-    State.INTERRUPTED: b"4",
-}
+_INDEX = {PROCESSING: _IN_LEASES, QUEUED: _IN_LEASES, State.FAILED: b"3", INTERRUPTED: b"4"}
 #: How many records one trip of a sweep reads or writes.
 _PER_TRIP = 250
 
@@ -112,7 +89,7 @@ class RedisStore(Store):
         options: Mapping[str, object] | None = None,
     ) -> None:
         self._link, named = link_and_prefix(url, options or {})
-        self._keys = Keyspace(named if prefix is None else prefix)
+        self._keys = layout.Keyspace(named if prefix is None else prefix)
 
     def __repr__(self) -> str:
         return f"<RedisStore: {self._link.where}, prefix {self.prefix}>"
@@ -126,10 +103,15 @@ class RedisStore(Store):
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
-        state, attempts = _NEW[verb]
+        state, attempts = (PROCESSING, 1) if verb == "claim" else (QUEUED, 0)
         lease_ms = asked.delay_ms or 0
-        tail = pack_tail(asked.fields, attempt=asked.attempt or b"")
-        args = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms), STARTS[state], b"%d" % attempts
+        tail = layout.pack_tail(asked.fields, attempt=asked.attempt or b"")
+        args = (
+            b"%d" % lease_ms,
+            b"%d" % (lease_ms + asked.keep_ms),
+            layout.STARTS[state],
+            b"%d" % attempts,
+        )
         call = _CLAIM.call(self._keys.of_record(identity)[:2], *args, tail)
         (found,) = exchange(self._link, (call,))
         if not isinstance(found, bytes):
@@ -146,7 +128,6 @@ class RedisStore(Store):
         )
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, unless the key has another token by now."""
         return self._settle(request) is not _LOST
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:
@@ -172,11 +153,11 @@ class RedisStore(Store):
             fields.update(zip(_CARRIED, _carried_by(record), strict=True))
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
             life = b"%d" % max(request.keep_ms, 1)
-            args: tuple[bytes, ...] = STARTS[request.state], life, pack_tail(fields)
+            args: tuple[bytes, ...] = layout.STARTS[request.state], life, layout.pack_tail(fields)
             if result is not None:
                 keys = *keys, result.key
                 args = *args, result.payload, b"%d" % result.expires_s
-            call = _END.call(keys, pack_own(record.token), *args)
+            call = _END.call(keys, layout.pack_own(record.token), *args)
             (done,) = exchange(self._link, (call,))
             if isinstance(done, bytes):
                 return _SETTLED[done]
@@ -186,14 +167,16 @@ class RedisStore(Store):
         return SettledWith.RESULT if stored else SettledWith.NOTHING
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:
-        """Are these connections to the same database, with the same login?"""
         # Who overrides settle() does something in it that a settle with the result would leave out.
         overridden = type(self).settle is not RedisStore.settle or "settle" in vars(self)
         link = self._link
-        return not overridden and isinstance(link, Server) and is_one_database(link.pool, pool)
+        return (
+            not overridden
+            and isinstance(link, servers.Server)
+            and servers.is_one_database(link.pool, pool)
+        )
 
     def write_result(self, result: ResultWrite) -> bool:
-        """Write the result of a task that a record answered, in one script."""
         if not self._takes_results:
             return False
         no_record = b"", b"", b"", b""
@@ -203,11 +186,12 @@ class RedisStore(Store):
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
-        """Give the key back; in one trip where nothing stays of it."""
-        (found,) = self._exchange(_END.call(self._keys.of_record(identity)[:2], pack_own(token)))
+        (found,) = self._exchange(
+            _END.call(self._keys.of_record(identity)[:2], layout.pack_own(token))
+        )
         if isinstance(found, bytes):
             return True
-        asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
+        asked = Asked({"note": note}, token=token, delay_ms=requeue_ms)
         done, _ = self._at(identity, lambda look: self._do("release", look, asked), found)
         return done != "lost"
 
@@ -217,7 +201,7 @@ class RedisStore(Store):
         for each in leases:
             args = b"%d" % each.lease_ms, b"%d" % (each.lease_ms + each.keep_ms)
             keys = self._keys.of_record(each.identity)[:2]
-            calls.append(_RENEW.call(keys, pack_own(each.token), *args))
+            calls.append(_RENEW.call(keys, layout.pack_own(each.token), *args))
         answers = zip(leases, self._exchange(*calls), strict=True)
         return [answer == b"renewed" or self._renew(each) for each, answer in answers]
 
@@ -240,12 +224,12 @@ class RedisStore(Store):
     # -- upkeep --
 
     def _due(self, limit: int) -> Sequence[Identity]:
-        return [self._keys.identity(name) for _, name, _ in self._due_in(LEASES, limit)]
+        return [self._keys.identity(name) for _, name, _ in self._due_in(layout.LEASES, limit)]
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterator[Record | None]:
         """Decide about some records at a time, with two trips: one to look, one to write."""
-        for step in in_steps(due, _PER_TRIP):
-            named = [(identity, self._keys.of_record(identity)) for identity in step]
+        for at in range(0, len(due), _PER_TRIP):
+            named = [(each, self._keys.of_record(each)) for each in due[at : at + _PER_TRIP]]
             answers = self._exchange(*[_CLAIM.call(keys[:1]) for _, keys in named])
             swept, swaps = [], []
             for each, answer in zip(named, answers, strict=True):
@@ -260,9 +244,8 @@ class RedisStore(Store):
                 yield record if written == 1 else None
 
     def prune(self, *, limit: int) -> int:
-        """Drop index entries of expired records, to the end of a millisecond; Redis drops the records by itself."""
         pruned = 0
-        for kind in (FAILURES, INTERRUPTED):
+        for kind in (layout.FAILURES, layout.INTERRUPTED):
             ends = {index: end for index, _, end in self._due_in(kind, limit - pruned)}
             drops = (plain(b"ZREMRANGEBYSCORE", i, b"-inf", b"%d" % end) for i, end in ends.items())
             pruned += sum(self._exchange(*drops))
@@ -274,7 +257,7 @@ class RedisStore(Store):
         Round by round all buckets give a few: one that a client filled on purpose keeps no other one waiting. The
         rounds start anywhere, so that a limit never starves the same buckets.
         """
-        start, now = random.randrange(BUCKETS), b"%d" % self.now_ms()
+        start, now = random.randrange(layout.BUCKETS), b"%d" % self.now_ms()
         indexes = self._keys.index(kind)
         indexes = indexes[start:] + indexes[:start]
         found: list[tuple[bytes, bytes, int]] = []
@@ -293,24 +276,24 @@ class RedisStore(Store):
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
-        """Return about ``limit`` of the selected records."""
         search = Search(self._link, self._keys, selection, limit=limit, now_ms=self.now_ms())
         return search.scan(cursor, look_at) if selection.scans else search.walk(cursor, look_at)
 
     def stats(self) -> Stats:
-        """Count what the indexes know."""
         at_ms, keys = self.now_ms(), self._keys
         now, later = b"%d" % at_ms, b"(%d" % at_ms
         # The score of a mark, in microseconds, is beyond any deadline.
         bounds = (
-            (LEASES, b"-inf", now),
-            (LEASES, later, b"(1e14"),
-            (INTERRUPTED, later, b"+inf"),
-            (FAILURES, later, b"+inf"),
+            (layout.LEASES, b"-inf", now),
+            (layout.LEASES, later, b"(1e14"),
+            (layout.INTERRUPTED, later, b"+inf"),
+            (layout.FAILURES, later, b"+inf"),
         )
         counts = [plain(b"ZCOUNT", i, *ends) for kind, *ends in bounds for i in keys.index(kind)]
         swept, *answers = self._exchange(plain(b"GET", keys.swept), *counts)
-        stale, live, interrupted, failed = map(sum, in_steps(answers, BUCKETS))
+        stale, live, interrupted, failed = (
+            sum(answers[at : at + layout.BUCKETS]) for at in range(0, len(answers), layout.BUCKETS)
+        )
         return Stats(
             live=live,
             stale=stale,
@@ -321,11 +304,9 @@ class RedisStore(Store):
         )
 
     def note_sweep(self) -> None:
-        """Note that a sweep ended just now."""
         self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        """Add to the counters of this hour."""
         name = self._keys.counts(self.now_ms() // HOUR_MS)
         commands = [
             plain(b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
@@ -334,7 +315,6 @@ class RedisStore(Store):
         self._exchange(*commands, plain(b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600)))
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
-        """Return the counters of the last hours."""
         last = self.now_ms() // HOUR_MS
         wanted = range(last - min(hours, COUNTED_HOURS) + 1, last + 1)
         answers = self._exchange(*(plain(b"HGETALL", self._keys.counts(hour)) for hour in wanted))
@@ -346,22 +326,21 @@ class RedisStore(Store):
         return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
 
     def now_ms(self) -> int:
-        """Return the time by the clock of one server."""
         ((seconds, micros),) = self._exchange(plain(b"TIME", node=self._link.nodes()[0]))
         return int(seconds) * 1000 + int(micros) // 1000
 
     def facts(self) -> Sequence[ServerFacts]:
-        """Ask each server what concerns its records: version, eviction, persistence."""
-        return [facts_of(self._link, node) for node in self._link.nodes()]
+        return [servers.facts_of(self._link, node) for node in self._link.nodes()]
 
     def missing_rights(self) -> Sequence[str]:
         """Return the commands that a worker needs and this user may not run; Redis 6 cannot be asked."""
         # In a Cluster each server has its own users: some buckets of most of them.
-        rights = [SCRIPTS["rights"].call((key,)) for key in self._keys.index(LEASES)[::8]]
+        rights = [
+            servers.SCRIPTS["rights"].call((key,)) for key in self._keys.index(layout.LEASES)[::8]
+        ]
         return sorted({each.decode() for missing in self._exchange(*rights) for each in missing})
 
     def close(self) -> None:
-        """Close the idle connections."""
         self._link.close()
 
 
@@ -379,11 +358,10 @@ class RedisLook(Look):
         self.now_us = int(seconds) * 1_000_000 + int(micros)
         self.stored, self.highest = None, highest
         if found:
-            self.stored = unpack(identity, found, self.now_us // 1000 + max(left_ms, 0))
+            self.stored = layout.unpack(identity, found, self.now_us // 1000 + max(left_ms, 0))
             self.highest = max(highest, self.stored.record.token)
 
     def write(self, after: StoredRecord) -> None:
-        """Store this instead of what the look found."""
         before, record = self.stored, after.record
         life = b"%d" % (after.expires_ms - self.now_us // 1000)
         if before is not None and before.expires_ms == after.expires_ms:
@@ -395,11 +373,10 @@ class RedisLook(Look):
         score = after.expires_ms if record.deadline_ms is None else record.deadline_ms
         # A lost record left its entry behind.
         leaves = _IN_LEASES if before is None else _INDEX.get(before.record.state, b"")
-        packed = pack(after, os.urandom(4))
+        packed = layout.pack(after, os.urandom(4))
         self._swap(packed, life, token, _INDEX.get(record.state, b""), score, leaves)
 
     def remove(self, *, forget: bool) -> None:  # noqa: ARG002
-        """Delete what the look found."""
         assert self.stored is not None
         self._swap(b"", leaves=_INDEX.get(self.stored.record.state, b""))
 
@@ -421,6 +398,6 @@ class RedisLook(Look):
     ) -> Command:
         if leaves == enters:
             leaves = b""
-        args = self._packed[: HEAD.size], packed, life, token, enters, b"%d" % score, leaves
+        args = self._packed[: layout.HEAD.size], packed, life, token, enters, b"%d" % score, leaves
         self.swap = _SWAP.call(self._keys, *args)
         return self.swap
