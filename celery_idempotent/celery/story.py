@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import pprint
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.finding import scope_in_words, task_name
@@ -70,49 +70,38 @@ def ago(ms: int, now_ms: int) -> str:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def in_words(value: object) -> str:
-    """Return a value as people read it."""
-    if isinstance(value, BaseException):
-        value = f"{type(value).__name__}: {value}"
-    text = value if isinstance(value, str) else pprint.pformat(value, width=100)
-    more = "\n… There is more of it: this is the beginning." if len(text) > LONGEST else ""
-    return text[:LONGEST] + more
-
-
-def show_value(app: Celery, record: Record) -> str:
+def show_value(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> str:
     """Return what a settled record says, its result or its error, read only as the app accepts it; or why not."""
     try:
-        return in_words(_load(app, record))
+        value = _load(app, record, read)
+        if isinstance(value, BaseException):
+            value = f"{type(value).__name__}: {value}"
+        text = value if isinstance(value, str) else pprint.pformat(value, width=100)
     except IdempotencyError as error:
         return str(error)
-
-
-def is_too_large(stored: Stored) -> bool:
-    """Is this more than is read for people?"""
-    return len(stored.body) > _LARGEST
-
-
-def _load(app: Celery, record: Record) -> object:
-    stored, namespace = record.value, record.identity.namespace
-    if stored is None or record.replaced:
-        raise ResultUnavailable("It was not kept in the record.")
-    if is_too_large(stored):
-        raise ResultUnavailable(f"It is too large to be shown: {len(stored.body):,} bytes.")
-    definition = definition_of(app, namespace, load=True)
-    try:
-        codec = TaskCodec(app, namespace, Policy()) if definition is None else definition.codec
-        return (codec.load_error if record.state.is_failure else codec.load_value)(stored)
-    except IdempotencyError:
-        raise
     except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
-        raise ResultUnavailable(f"It cannot be read ({type(error).__name__}).") from None
+        return f"It cannot be read ({type(error).__name__})."
+    more = "\n… There is more of it: this is the beginning." if len(text) > LONGEST else ""
+    return text[:LONGEST] + more
 
 
 def _error_name(app: Celery, record: Record) -> str:
     try:
         return f" with {type(_load(app, record)).__name__}"
-    except IdempotencyError:
+    except Exception:  # noqa: BLE001  as above
         return ""
+
+
+def _load(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> object:
+    stored, namespace = record.value, record.identity.namespace
+    if stored is None or record.replaced:
+        raise ResultUnavailable("It was not kept in the record.")
+    if len(stored.body) > _LARGEST:
+        raise ResultUnavailable(f"It is too large to be shown: {len(stored.body):,} bytes.")
+    definition = definition_of(app, namespace, load=True)
+    codec = TaskCodec(app, namespace, Policy()) if definition is None else definition.codec
+    load = codec.load_error if record.state.is_failure else codec.load_value
+    return (read or load)(stored)
 
 
 def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
@@ -147,30 +136,22 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Sweeps(NamedTuple):
-    """Whether sweeps run, in a sentence, and how many seconds ago the last one ended."""
-
-    well: bool
-    ago_s: int | None
-    sentence: str
-
-
-def sweeps_of(app: Celery, store: Store, stats: Stats) -> Sweeps:
-    """Return whether a sweep ended less than three intervals ago, by what the store counted."""
-    ago_ms = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0)
-    ago_s = None if ago_ms is None else ago_ms // 1000
+def sweeps_of(app: Celery, store: Store, stats: Stats) -> tuple[bool, str]:
+    """Say whether a sweep ended less than three intervals ago, by what the store counted."""
     if not store.supports_counting:
-        return Sweeps(True, ago_s, "This store does not note sweeps.")
+        return True, "This store does not note sweeps."
     try:
         interval = sweep_interval(app)
     except InvalidOption:
         interval = None  # a worker does not start with it, and says so
     if interval is None:
-        return Sweeps(True, ago_s, "This app asks for no sweeps.")
-    last = "none has ended yet" if ago_ms is None else f"the last ended {time_in_words(ago_ms)} ago"
-    well = ago_ms is not None and ago_ms < 3000 * interval
+        return True, "This app asks for no sweeps."
+    well, last = False, "none has ended yet"
+    if stats.swept_ms is not None:
+        well = stats.now_ms - stats.swept_ms < 3000 * interval
+        last = f"the last ended {ago(stats.swept_ms, max(stats.now_ms, stats.swept_ms))}"
     doubt = "." if well else ": does beat run, and a worker that consumes its queue?"
-    return Sweeps(well, ago_s, f"Sweeps are due every {interval:g} s, and {last}{doubt}")
+    return well, f"Sweeps are due every {interval:g} s, and {last}{doubt}"
 
 
 def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[dict[str, Any], str]:
@@ -182,16 +163,18 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
         StoreUnavailable: if the store does not answer.
     """
     began = time.perf_counter()
-    sweeps = sweeps_of(app, store, store.stats())
+    stats = store.stats()
     answered_ms = round((time.perf_counter() - began) * 1000, 1)
+    swept, sentence = sweeps_of(app, store, stats)
+    swept_ms = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0)
     sent = outbox_ms is None or outbox_ms <= OUTBOX_MS
     found: dict[str, Any] = {
-        "well": sweeps.well and sent,
+        "well": swept and sent,
         "store": {"well": True, "answered_ms": answered_ms},
-        "sweep": {"well": sweeps.well, "ago_s": sweeps.ago_s},
+        "sweep": {"well": swept, "ago_s": None if swept_ms is None else swept_ms // 1000},
         "outbox": {"well": sent, "oldest_s": None if outbox_ms is None else outbox_ms // 1000},
     }
-    return found, sweeps.sentence
+    return found, sentence
 
 
 # -- the story ---------------------------------------------------------------------------------------------------------
@@ -323,7 +306,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
             stale
             and f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store.",
             stale
-            and f"{sweeps_of(app, store, store.stats()).sentence} The next one {_SWEPT[record.on_stale]}",
+            and f"{sweeps_of(app, store, store.stats())[1]} The next one {_SWEPT[record.on_stale]}",
             stale and f"A delivery or call before that claims it at once, and {claims}.",
             interrupted and f"The next delivery or call claims it, and {claims}.",
             lost and f"The broker delivers its message again {when}.",

@@ -220,7 +220,7 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
         "outcomes": counts,
     }
     said = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
-    sweeps = story.sweeps_of(app, store, stats).sentence
+    _, sweeps = story.sweeps_of(app, store, stats)
     write(as_json, about, f"{said}. COMPLETED records are not counted. {sweeps}")
     if not counts:
         counting = store.supports_counting

@@ -14,8 +14,6 @@ from celery_idempotent.celery.finding import find, look, task_name
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.celery.story import (
-    in_words,
-    is_too_large,
     show_value,
     sweeps_of,
     tell_story,
@@ -30,9 +28,8 @@ from celery_idempotent.django.admin.operations import PER_PAGE, Mark, OperationP
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.messages import read_response
 from celery_idempotent.django.http.views import view_namespaces
-from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.http.responses import CONTENT_TYPE, REPLAYED
-from celery_idempotent.records import Page, Record, Selection
+from celery_idempotent.records import Page, Record, Selection, Stored
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
 
@@ -137,6 +134,8 @@ class IdempotencyRecordAdmin(OperationPages):
         if identity is None or record is None:
             return self.gone(request, identity)
         may_see = self.may(request, "view_result")
+        of_view = record.value is not None and record.value.content_type == CONTENT_TYPE
+        read = _read_response if of_view else None
         same_key = Selection(keys=frozenset({identity.key}))
         others = look(store, same_key, seconds=ELSEWHERE_SECONDS)
         context = {
@@ -152,7 +151,7 @@ class IdempotencyRecordAdmin(OperationPages):
             "known": definition_of(app, identity.namespace, load=True) is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
-            "value": _show_value(app, record) if may_see and record.state.settled else None,
+            "value": show_value(app, record, read) if may_see and record.state.settled else None,
             "buttons": [
                 (each, self.address_of(identity, each))
                 for each in offered(app, record)
@@ -181,7 +180,7 @@ class IdempotencyRecordAdmin(OperationPages):
         context = {
             "title": "Outcomes of the last 24 hours",
             "states": [(name, stats.said(name)) for name in names],  # type: ignore[arg-type]  # they are
-            "sweeps": sweeps_of(app, store, stats).sentence,
+            "sweeps": sweeps_of(app, store, stats)[1],
             "counts": store.supports_counting,
             "charts": drawn[:CHARTS],
             "further": len(drawn[CHARTS:]),
@@ -221,15 +220,9 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     return replace(page, records=tuple(newest), looked_at=looked_at)
 
 
-def _show_value(app: Celery, record: Record) -> str:
-    """Return what a settled record says: its result, its error, or its view's answer, the body if that is a text."""
-    stored = record.value
-    if stored is None or stored.content_type != CONTENT_TYPE or is_too_large(stored):
-        return show_value(app, record)
-    try:
-        response = read_response(stored)
-    except ResultUnavailable as unavailable:
-        return str(unavailable)
+def _read_response(stored: Stored) -> str:
+    """Return the answer of a view, its body if that is a text."""
+    response = read_response(stored)
     del response[REPLAYED]
     body = f"({len(response.content):,} bytes that are no text)"
     if "Content-Encoding" not in response:
@@ -237,4 +230,4 @@ def _show_value(app: Celery, record: Record) -> str:
             body = response.content.decode(response.charset)
     head = [f"{response.status_code} {response.reason_phrase}"]
     head += [f"{name}: {value}" for name, value in response.items()]
-    return in_words("\n".join([*head, "", body]))
+    return "\n".join([*head, "", body])
