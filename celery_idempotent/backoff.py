@@ -28,9 +28,7 @@ def pause(
 ) -> bool:
     """Wait before the next try; ``False``, at once, if there is to be none: it is ``until`` (``time.monotonic``).
 
-    The last pause ends exactly then, and one last try follows::
-
-        try ✗ 0.05 try ✗ 0.1 try ✗ 0.2 try ✗ … try ✗ (what is left) try ✗ give up
+    The last pause ends exactly then, and one last try follows.
     """
     left = until - time.monotonic()
     if left <= 0:

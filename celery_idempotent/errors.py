@@ -1,21 +1,5 @@
 """Every error that the library raises, and what each one asks of its reader.
 
-::
-
-    IdempotencyError
-    ├── InvalidOption         an ``idempotency_*`` option is unknown or has a bad value, or a task cannot be guarded
-    ├── InvalidKey            a key or scope cannot be used
-    │   └── KeyMissing        an argument that the key is read from is missing or None
-    ├── FingerprintMismatch   the key belongs to a call with other arguments
-    ├── InProgress            another worker holds the key
-    ├── LeaseLost             the claim is no longer ours
-    ├── TooManyCrashes        the task took its worker down too often
-    ├── ProcessingTimedOut    the run never came back
-    ├── FailedByOperator      an operator settled the key as failed
-    ├── ResultUnavailable     the task is finished, but its result is gone
-    ├── StoreUnavailable      the store did not answer; trying again may help
-    └── StoreMisconfigured    the store answers, but cannot be used as it is set up
-
 The first line of a docstring is the default message. Each error survives Celery's result backend: it pickles, and it is
 rebuilt from the JSON form, which calls the class with its ``args``. Messages name task, key and scope, never arguments
 or results.
@@ -43,10 +27,9 @@ __all__ = [
 class IdempotencyError(Exception):
     """An idempotent task could not be handled."""
 
-    def __init__(self, message: str | None = None) -> None:
-        if message is None:
-            message = (type(self).__doc__ or "").split("\n", 1)[0]
-        super().__init__(message)
+    def __init__(self, message: str | None = None, *details: object) -> None:
+        message = (type(self).__doc__ or "").split("\n", 1)[0] if message is None else message
+        super().__init__(message, *details)
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -80,10 +63,9 @@ class InProgress(IdempotencyError):
         task_id: str | None = None,
         expires_in: float | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, task_id, expires_in)
         self.task_id = task_id
         self.expires_in = expires_in
-        self.args = (self.args[0], task_id, expires_in)
 
 
 class LeaseLost(IdempotencyError):
@@ -94,9 +76,8 @@ class TooManyCrashes(IdempotencyError):
     """The task took its worker down too often and is not run again."""
 
     def __init__(self, message: str | None = None, crashes: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, crashes)
         self.crashes = crashes
-        self.args = (self.args[0], crashes)
 
 
 class ProcessingTimedOut(IdempotencyError):

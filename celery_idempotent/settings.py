@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from celery import Celery
 
-
 #: What the names of our settings, and of a task's options, begin with.
 PREFIX: Final = "idempotency_"
 
@@ -48,14 +47,10 @@ def own_settings(app: Celery) -> list[str]:
     """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
     conf = loaded(app)
     prefix = (getattr(conf, "prefix", None) or "").lower()
-    found = []
-    for mapping in _set_by_user(conf):
-        for name in map(str, list(mapping.keys())):
-            if prefix and name.lower().startswith(prefix + PREFIX):
-                found.append(name.lower().removeprefix(prefix))
-            elif name.startswith(PREFIX):
-                found.append(name)
-    return found
+    names = [str(name) for mapping in _set_by_user(conf) for name in list(mapping.keys())]
+    if prefix:
+        names += [n.lower().removeprefix(prefix) for n in names if n.lower().startswith(prefix)]
+    return [name for name in names if name.startswith(PREFIX)]
 
 
 def names_of(conf: Any, name: str) -> list[str]:
@@ -66,14 +61,10 @@ def names_of(conf: Any, name: str) -> list[str]:
 def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
     conf = loaded(app)
-    maps = _set_by_user(conf)
-    if not maps:
-        return False
-    spellings = names_of(conf, name)
     # Celery < 5.7 has the old names in a mapping of their own.
-    spellings += [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
-    keys = [conf._key(key) for key in spellings]  # noqa: SLF001
-    return any(key in mapping for mapping in maps for key in keys)
+    spellings = names_of(conf, name) + [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
+    keys = {conf._key(key) for key in spellings}  # noqa: SLF001
+    return any(key in mapping for mapping in _set_by_user(conf) for key in keys)
 
 
 def _set_by_user(conf: object) -> list[Mapping[str, object]]:

@@ -41,14 +41,11 @@ class TaskCodec:
         self._task = task
         self._policy = policy
         accept = tuple(conf.result_accept_content or conf.accept_content)
-        self._serializer = Serializer(
-            policy.serializer or first_accepted((conf.result_serializer, *accept), accept),
-            accept,
-        )
+        name = policy.serializer or first_accepted(conf.result_serializer, accept)
+        self._serializer = Serializer(name, accept)
         #: An app may publish what it does not accept, as long as it does not run it.
         accept = tuple(conf.accept_content)
-        written = first_accepted((conf.task_serializer, *accept), accept)
-        self._messages = Serializer(written, accept)
+        self._messages = Serializer(first_accepted(conf.task_serializer, accept), accept)
 
     def dump_value(self, value: object) -> Stored | None:
         """Serialize a result as the result backend would."""
@@ -65,6 +62,32 @@ class TaskCodec:
         """What most tasks return; kombu takes longer to write it than the record takes to pack."""
         return self._dump(None, State.COMPLETED)
 
+    def dump_error(self, error: BaseException) -> Stored | None:
+        """Serialize an exception as the result backend would."""
+        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
+        return self._dump(backend.prepare_exception(error, self._serializer.name), State.FAILED)
+
+    def _dump(self, value: object, state: EndState) -> Stored | None:
+        try:
+            return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        except NotStored as problem:
+            logger.warning(
+                "idempotency: the %s of %s is not kept in its record (%s): duplicates %s",
+                "result" if state is State.COMPLETED else "exception",
+                self._task,
+                problem,
+                WITHOUT_VALUE[state],
+            )
+        return None
+
+    def dump_given(self, value: object) -> Stored:
+        """Serialize a result that a person gives, also where the task keeps none.
+
+        Raises:
+            NotStored: if it cannot be, or is too large (``idempotency_max_result_bytes``).
+        """
+        return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+
     def dump_step(self, name: str, value: object) -> Stored:
         """Serialize the result of a step.
 
@@ -72,33 +95,13 @@ class TaskCodec:
             IdempotencyError: if it cannot be, or is too large.
         """
         most = min(self._policy.max_result_bytes, STEP_BYTES)
-        stored = self._serializer.dump(value, max_bytes=most)
-        if isinstance(stored, NotStored):
+        try:
+            return self._serializer.dump(value, max_bytes=most)
+        except NotStored as problem:
             raise IdempotencyError(
-                f"The result of step {name!r} of {self._task}, a {stored.type_name}, cannot be recorded "
-                f"({stored.reason}): "
-                "let the step return what the serializer can write, or less of it."
-            )
-        return stored
-
-    def dump_given(self, value: object) -> Stored:
-        """Serialize a result that a person gives, as that of a run or of a step; also where the task keeps none.
-
-        Raises:
-            ValueError: if it cannot be, or is too large.
-        """
-        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
-        if not isinstance(stored, NotStored):
-            return stored
-        if stored.size is not None:
-            raise ValueError(
-                f"the value takes {stored.size:,} bytes, and {self._task} keeps no result of more than"
-                f" {self._policy.max_result_bytes:,} (idempotency_max_result_bytes)."
-            )
-        raise ValueError(
-            f"the value, a {stored.type_name}, cannot be written as {self._task} writes its results"
-            f" ({self._serializer.name})."
-        )
+                f"The result of step {name!r} of {self._task} cannot be recorded ({problem}): let the step return what "
+                "the serializer can write, or less of it."
+            ) from None
 
     def load_value(self, stored: Stored) -> object:
         """Return a stored result, as ``AsyncResult.get`` would.
@@ -109,18 +112,61 @@ class TaskCodec:
         """
         return self._serializer.load(stored)
 
+    def load_error(self, stored: Stored | None) -> Exception:
+        """Return the stored exception, to be raised again; whatever else was stored never is."""
+        if stored is None:
+            return ResultUnavailable(
+                f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
+            )
+        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
+        written = self.load_value(stored)
+        try:
+            error = backend.exception_to_python(written)
+        except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
+            return ResultUnavailable(
+                f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
+            )
+        if isinstance(error, Exception):
+            return error
+        return ResultUnavailable(
+            f"{self._task} ended with {type(error).__name__}, which is not raised again."
+        )
+
+    def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], object]:
+        """Return the class of a stored exception and what its text is made of, also if Celery cannot make it again.
+
+        It cannot if the class takes other arguments than it hands to ``super().__init__``: ``load_error`` then returns
+        a plain exception, or one of a class of the same name. The class itself is looked for where Celery looks: in the
+        modules that this process has imported.
+        """
+        error = self.load_error(stored)
+        kind = type(error)
+        module, name, arguments = kind.__module__, kind.__qualname__, error.args
+        if stored is not None and not isinstance(error, IdempotencyError):
+            written = self.load_value(stored)
+            if isinstance(written, dict):
+                module, name = str(written.get("exc_module")), str(written.get("exc_type"))
+                arguments = written.get("exc_message", ())
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, type) or not issubclass(found, BaseException) or found is kind:
+            return kind, error
+        if isinstance(arguments, (list, tuple)):
+            arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
+        return found, arguments
+
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
-        content = dict(with_dumped_models(self._app, signature))
-        stored = self._messages.dump(content, max_bytes=None)
-        if isinstance(stored, NotStored):
+        try:
+            return to_bytes(self._messages.dump(dict(with_dumped_models(self._app, signature))))
+        except NotStored as problem:
             logger.warning(
                 "idempotency: the message of %s cannot be stored (%s), so it is not requeued after a crash",
                 self._task,
-                stored.reason,
+                problem,
             )
             return None
-        return to_bytes(stored)
 
     def load_message(self, message: bytes) -> Sig:
         """Return what :meth:`dump_message` stored.
@@ -131,69 +177,3 @@ class TaskCodec:
         """
         content = cast("dict[str, object]", self._messages.load(from_bytes(message)))
         return Signature.from_dict(content, app=self._app)
-
-    def dump_error(self, error: BaseException) -> Stored | None:
-        """Serialize an exception as the result backend would."""
-        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
-        return self._dump(backend.prepare_exception(error, self._serializer.name), State.FAILED)
-
-    def load_error(self, stored: Stored | None) -> Exception:
-        """Return the stored exception, to be raised again; whatever else was stored never is."""
-        return self._read_error(stored)[0]
-
-    def _read_error(self, stored: Stored | None) -> tuple[Exception, object]:
-        """Return the same, and what :meth:`dump_error` had serialized."""
-        if stored is None:
-            unstored = ResultUnavailable(
-                f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
-            )
-            return unstored, None
-        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
-        written = self._serializer.load(stored)
-        try:
-            error = backend.exception_to_python(written)
-        except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
-            error = ResultUnavailable(
-                f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
-            )
-        if not isinstance(error, Exception):
-            error = ResultUnavailable(
-                f"{self._task} ended with {type(error).__name__}, which is not raised again."
-            )
-        return error, written
-
-    def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], object]:
-        """Return the class of a stored exception and what its text is made of, also if Celery cannot make it again.
-
-        It cannot if the class takes other arguments than it hands to ``super().__init__``: ``load_error`` then returns
-        a plain exception, or one of a class of the same name. The class itself is looked for where Celery looks: in the
-        modules that this process has imported.
-        """
-        error, written = self._read_error(stored)
-        kind = type(error)
-        module, name, arguments = kind.__module__, kind.__qualname__, error.args
-        if isinstance(written, dict) and not isinstance(error, IdempotencyError):
-            module, name = str(written.get("exc_module")), str(written.get("exc_type"))
-            arguments = written.get("exc_message", ())
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, type) or not issubclass(found, BaseException) or found is kind:
-            return kind, error
-        if isinstance(arguments, (list, tuple)):
-            arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
-        return found, arguments
-
-    def _dump(self, value: object, state: EndState) -> Stored | None:
-        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
-        if not isinstance(stored, NotStored):
-            return stored
-        logger.warning(
-            "idempotency: the %s of %s, a %s, is not kept in its record (%s): duplicates %s",
-            "result" if state is State.COMPLETED else "exception",
-            self._task,
-            stored.type_name,
-            stored.reason if stored.size is None else f"{stored.reason}: {stored.size} bytes",
-            WITHOUT_VALUE[state],
-        )
-        return None

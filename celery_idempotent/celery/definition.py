@@ -31,9 +31,6 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from typing_extensions import Unpack
-
-    from celery_idempotent.keys.rules import About
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +54,18 @@ class Definition:
     call_behind: Callable[..., object] | None
     fuses: bool
 
-    def identify(self, args: Any, kwargs: Any, **about: Unpack[About]) -> Identified:
+    def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
 
         Raises:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required, and that is enforced.
         """
         try:
-            return self.identifier.identify(args, kwargs, **about)
+            return self.identifier.identify(args, kwargs, task_id=task_id, **about)
         except InvalidKey as error:
             if self.policy.mode != "observe":
                 raise
-            return self.observed(error, about["task_id"])
+            return self.observed(error, task_id)
 
     def observed(self, refused: InvalidKey, task_id: str) -> Identified:
         """Say what would have been refused, and return what a call without a key is about."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
@@ -31,29 +31,25 @@ def validation_of(task: type[AnyTask]) -> Validate | None:
     # The only function of this module that a task runs as is the wrapper that validates.
     if getattr(run, "__globals__", None) is not vars(celery.app.base):
         return None
-    hints = _hints(inspect.unwrap(run))
+    body = inspect.unwrap(run)
+    try:  # as Celery reads them
+        hints = typing.get_type_hints(body)
+    except (NameError, AttributeError, TypeError):
+        hints = {n: each.annotation for n, each in inspect.signature(body).parameters.items()}
     models = {name: model for name, hint in hints.items() if (model := _model_of(hint))}
 
     def validate(given: Mapping[str, object]) -> Mapping[str, object]:
         try:
             return {
-                name: value
-                if value is None or name not in models
-                else models[name].model_validate(value)
+                name: models[name].model_validate(value)
+                if name in models and value is not None
+                else value
                 for name, value in given.items()
             }
         except Exception:  # noqa: BLE001  a validator of the model's own may raise anything
             return given  # the task will raise it
 
     return validate if models else None
-
-
-def _hints(body: Callable[..., object]) -> dict[str, Any]:
-    """Return the annotations of a body as Celery reads them."""
-    try:
-        return typing.get_type_hints(body)
-    except (NameError, AttributeError, TypeError):
-        return {name: each.annotation for name, each in inspect.signature(body).parameters.items()}
 
 
 def _model_of(hint: Any) -> Any:
@@ -64,16 +60,12 @@ def _model_of(hint: Any) -> Any:
     return hint if isinstance(hint, type) and hasattr(hint, "model_validate") else None
 
 
-def _dump_of(task: AnyTask | None) -> Any:
-    """Return what dumps the models that a task is called with, ``None`` if they are sent as they are."""
-    return getattr(task, "_dump_pydantic_arguments", None)
-
-
 def with_dumped_models(app: Celery, signature: AnySignature) -> AnySignature:
     """Return a call, or a copy of a canvas, with the arguments that its messages will carry."""
 
     def change(task: AnySignature, _: Place) -> AnySignature:
-        dump = _dump_of(app.tasks.get(str(task.get("task"))))
+        # Celery < 5.7 sends models as they are.
+        dump = getattr(app.tasks.get(str(task.get("task"))), "_dump_pydantic_arguments", None)
         if dump is None:
             return task
         args, kwargs = dump(task.get("args"), task.get("kwargs"))

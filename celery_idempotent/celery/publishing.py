@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from celery.canvas import Signature, maybe_signature
 from celery.exceptions import Reject
@@ -36,7 +36,7 @@ from celery_idempotent import signals
 from celery_idempotent.celery import callbacks
 from celery_idempotent.celery.definition import DefinedTask, Definition
 from celery_idempotent.celery.registry import may_guard
-from celery_idempotent.celery.trees import AnySignature, with_last_task
+from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.events import Line
@@ -47,7 +47,6 @@ from celery_idempotent.records import (
     Held,
     Mismatched,
     Record,
-    Reservation,
     Reserved,
     ReserveRequest,
     Settled,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Celery's ``apply_async`` behind ours: ``send(args, kwargs, **options)``.
+#: Celery's ``apply_async`` behind ours: ``send(args, kwargs, **options)``, or with the arguments given already.
 Send = Callable[..., Result]
 Args = Sequence[object] | None
 Kwargs = Mapping[str, object] | None
@@ -85,8 +84,14 @@ outbox_interceptor: ContextVar[Interceptor | None] = ContextVar(
     "idempotency_outbox_interceptor", default=None
 )
 
-#: A call with one of these options keeps its own task id: a canvas waits for it, or it gives its callbacks their ids.
-_NEED_OWN_TASK_ID = ("chord", "chain", "group_id", "group_index", "link", "link_error")
+#: A call with one of these options keeps its own task id: its caller chose that, a canvas waits for it, or it gives its
+#: callbacks their ids. Of any other, whose key is taken, the caller gets the ``AsyncResult`` of the first call.
+_NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
+
+_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
+
+#: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
+RESERVED_MS = 60_000
 
 
 def publish(
@@ -103,13 +108,15 @@ def publish(
         InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
-    intercept = take_interceptor() if outbox_interceptor.get() is not None else None
+    intercept = take_interceptor()
     retrying = _retrying_run(task, definition, options) if options.get("retries") else None
-    # Before stamp_call() adds a task id: one that is there already was chosen by the caller.
-    may_reserve = (
+    # Before stamp_call() adds a task id.
+    reserve = (
         definition.policy.publish_once
+        and definition.policy.mode == "enforce"
         and retrying is None
-        and _may_reserve(task, definition, options)
+        and not task.app.conf.task_always_eager
+        and not any(options.get(name) is not None for name in _NEED_OWN_TASK_ID)
     )
     identified = stamp_call(definition, args, kwargs, options, retrying)
     if options.get("link") or options.get("link_error"):
@@ -118,14 +125,14 @@ def publish(
         run = options["task_id"] = options.get("task_id") or uuid()
         options["chain"] = [with_run(task.app, chain[0], run), *chain[1:]]
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
-    reserve = may_reserve and identified is not None and not identified.identity.by_task_id
+    reserve = reserve and identified is not None and not identified.identity.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
         return intercept(task, call)
     if retrying is not None:
         return _send_retry(task, retrying, partial(send, args, kwargs), options)
     if reserve and identified is not None:
-        return reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
+        return _reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
     return send(args, kwargs, **options)
 
 
@@ -155,7 +162,7 @@ def stamp_call(
     in_headers: Mapping[str, object] = {}
     if headers:
         headers = as_mapping(headers)
-        in_headers = stamp.read_stamp(headers, task_id)
+        in_headers = read_stamp(headers, task_id)
     if "key" in in_headers and not given:
         return None
     if retrying is not None and not given:
@@ -179,7 +186,7 @@ def stamp_call(
             key=key,
             scope=scope,
         )
-    options["headers"] = stamp.with_stamp(headers, str(task_id), identified)
+    options["headers"] = with_stamp(headers, str(task_id), identified)
     return identified
 
 
@@ -199,22 +206,6 @@ def give_ids_to_callbacks(app: Celery, options: Options) -> None:
             options[kind] = callbacks.derive_ids(app, options[kind], options["task_id"], kind)
 
 
-# -- reserved before it is sent ----------------------------------------------------------------------------------------
-
-
-def _may_reserve(task: DefinedTask, definition: Definition, options: Options) -> bool:
-    """May the key of this call be reserved? If it is taken, the caller gets the ``AsyncResult`` of the first call.
-
-    So it may not where this call must have its own task id: the caller chose that, or a canvas waits for it.
-    """
-    return (
-        definition.policy.mode == "enforce"
-        and options.get("task_id") is None
-        and not task.app.conf.task_always_eager
-        and not any(options.get(name) is not None for name in _NEED_OWN_TASK_ID)
-    )
-
-
 # -- sent later: the outbox --------------------------------------------------------------------------------------------
 
 
@@ -231,20 +222,17 @@ def send_deferred(
 ) -> Result:
     """Send a deferred call; this may be repeated, because its key was stamped when the call was made."""
     options = dict(call.options)
-    send_call: SendCall = partial(send, call.args, call.kwargs)
-    if not call.reserve or definition is None:
-        return send_call(**options)
-    stamped = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
-    identified = Identified.from_header(stamped, definition.identifier.namespace)
-    if identified is None:
-        # The stamp was taken away meanwhile: no key is known that could be reserved.
-        return send_call(**options)
-    try:
-        return reserve_and_send(task, definition, identified, send_call, options)
-    except FingerprintMismatch as error:
-        # The caller cannot be told any more. The worker refuses the message, and its result has this error.
-        logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
-        return send_call(**options)
+    send_call = partial(send, call.args, call.kwargs)
+    if call.reserve and definition is not None:
+        stamped = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
+        identified = Identified.from_header(stamped, definition.identifier.namespace)
+        try:
+            if identified is not None:
+                return _reserve_and_send(task, definition, identified, send_call, options)
+        except FingerprintMismatch as error:
+            # The caller cannot be told any more. The worker refuses the message, and its result has this error.
+            logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
+    return send_call(**options)
 
 
 # -- a run publishes its own retry -------------------------------------------------------------------------------------
@@ -267,12 +255,7 @@ def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -
     return run
 
 
-def _send_retry(
-    task: DefinedTask,
-    retrying: Run,
-    send_call: SendCall,
-    options: Options,
-) -> Result:
+def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> Result:
     """Release the key of a run, then publish its retry, which then finds the key free if the store answered.
 
     ::
@@ -286,40 +269,26 @@ def _send_retry(
     if retrying.transaction is None:
         free()
         return send_call(**options)
-    retrying.after_rollback = partial(_after_rollback, free, partial(send_call, **options))
+
+    def after_rollback() -> None:
+        free()
+        try:
+            send_call(**options)
+        except Exception as error:
+            raise Reject(error, requeue=False) from error  # as Task.retry() does
+
+    retrying.after_rollback = after_rollback
     return task.AsyncResult(options["task_id"])
-
-
-def _after_rollback(free: Callable[[], object], publish_retry: Callable[[], object]) -> None:
-    """Release the key of a run and publish its retry, after the rollback of its transaction."""
-    free()
-    try:
-        publish_retry()
-    except Exception as error:
-        raise Reject(error, requeue=False) from error  # as Task.retry() does
 
 
 # -- to reserve --------------------------------------------------------------------------------------------------------
 
-_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
-#: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
-RESERVED_MS = 60_000
-
-
-class SendCall(Protocol):
-    """Sends one call, whose arguments it has already."""
-
-    def __call__(self, **options: Any) -> Result:
-        """Send it with these options of ``apply_async``."""
-        ...
-
-
-def reserve_and_send(
+def _reserve_and_send(
     task: DefinedTask,
     definition: Definition,
     identified: Identified,
-    send_call: SendCall,
+    send_call: Send,
     options: Options,
 ) -> Result:
     """Reserve the key of a call and send it; return the first call's result if there was one.
@@ -330,35 +299,34 @@ def reserve_and_send(
     store = get_store(task.app)
     identity, task_id = identified.identity, options["task_id"]
     report = partial(definition.reporter.report, store=store)
+    request = ReserveRequest(
+        identity=identity,
+        fingerprint=identified.fingerprint,
+        task_id=task_id,
+        deadline_ms=lost_after_ms(options),
+        keep_ms=definition.policy.keep_ms,
+    )
     try:
-        answer = _reserve(store, definition, identified, options)
+        answer = store.reserve(request)
+        # A mark that a retention of 0 left is forgotten first, if it is no answer for this call.
+        while isinstance(answer, (Settled, Mismatched)) and definition.policy.forgets(
+            answer.record
+        ):
+            store.forget_mark(identity, token=answer.record.token)
+            answer = store.reserve(request)
     except IdempotencyError as error:
         # The worker's claim still guards the run: a second message does no harm.
         report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
         return send_call(**options)
+    record = answer.record
     match answer:
-        case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
-            # The first message is on its way, or its run is at work.
-            report(signals.replayed, identity, task_id, record)
-            return task.AsyncResult(record.task_id)
-        case Held(record, _):
-            # The lease ran out: the worker never came back, and with early acks the message is gone, too.
-            _use_task_id(options, record.task_id)
-            return send_call(**options)
-        case Settled(record, _):
-            # FAILED, or completed by an operator, who writes no result under the first id: then a worker answers this
-            # message from the record.
-            if record.state is State.COMPLETED and not record.settled_by_operator:
-                report(signals.replayed, identity, task_id, record)
-                return task.AsyncResult(record.task_id)
-            return send_call(**options)
-        case Mismatched(record):
+        case Mismatched():
             report(signals.mismatched, identity, task_id, record)
             raise FingerprintMismatch(
-                f"{record.identity} belongs to task {record.task_id}, which was called with other arguments: a key "
-                "stands for one intention."
+                f"{identity} belongs to task {record.task_id}, which was called with other arguments: a key stands for "
+                "one intention."
             )
-        case Reserved(record):
+        case Reserved():
             _use_task_id(options, record.task_id)
             try:
                 sent = send_call(**options)
@@ -367,26 +335,16 @@ def reserve_and_send(
                 raise
             report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
             return sent
-
-
-def _reserve(
-    store: Store, definition: Definition, identified: Identified, options: Options
-) -> Reservation:
-    """Reserve the key; a mark that a retention of 0 left is forgotten first, if it is no answer for this call."""
-    policy = definition.policy
-    while True:
-        answer = store.reserve(
-            ReserveRequest(
-                identity=identified.identity,
-                fingerprint=identified.fingerprint,
-                task_id=options["task_id"],
-                deadline_ms=lost_after_ms(options),
-                keep_ms=policy.keep_ms,
-            )
-        )
-        if not isinstance(answer, (Settled, Mismatched)) or not policy.forgets(answer.record):
-            return answer
-        store.forget_mark(answer.record.identity, token=answer.record.token)
+        case Held(left_ms=0) if record.state is State.PROCESSING:
+            # The lease ran out: the worker never came back, and with early acks the message is gone, too.
+            _use_task_id(options, record.task_id)
+        case Settled() if record.state.is_failure or record.settled_by_operator:
+            # An operator writes no result under the first id: a worker answers this message from the record.
+            pass
+        case Held() | Settled():
+            report(signals.replayed, identity, task_id, record)
+            return task.AsyncResult(record.task_id)
+    return send_call(**options)
 
 
 def release_reservation(store: Store, record: Record) -> None:
@@ -413,8 +371,7 @@ def _use_task_id(options: Options, task_id: str) -> None:
 
 def lost_after_ms(options: Options) -> int:
     """Return in how many milliseconds a message that is published now with these options counts as lost."""
-    wait = 0.0
-    eta = options.get("eta")
+    wait, eta = 0.0, options.get("eta")
     if options.get("countdown"):
         wait = float(options["countdown"])
     elif isinstance(eta, (datetime, str)):
@@ -435,18 +392,18 @@ def with_run(app: Celery, step: object, run: str) -> object:
     head carries it along.
     """
 
-    def marked(task: AnySignature) -> AnySignature:
+    def marked(task: AnySignature, _: Place) -> AnySignature:
         known = task.app if isinstance(task, Signature) else app
         if not may_guard(known, str(task.get("task"))):
             return task
         options = task.get("options") or {}
         headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
-        if not task_id or stamp.RUN in stamp.read_stamp(headers, task_id):
+        if not task_id or stamp.RUN in read_stamp(headers, task_id):
             return task
-        marked = stamp.with_stamp(headers, task_id, more={stamp.RUN: run})
-        return {**task, "options": {**options, "headers": marked}}
+        headers = with_stamp(headers, task_id, more={stamp.RUN: run})
+        return {**task, "options": {**options, "headers": headers}}
 
-    last = with_last_task(step, marked)
+    last = with_tasks(step, marked, last=True)
     if not isinstance(step, Signature):
         return last
     made: Any = maybe_signature(last, app=app)

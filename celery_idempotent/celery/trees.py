@@ -23,53 +23,41 @@ PARTS = {
     "celery.chord": ("header", "body"),
 }
 #: Which of them holds the task that runs last; a group has no last task.
-_LAST = {"celery.chain": "tasks", "celery.chord": "body"}
+_LAST = {"celery.chain": ("tasks",), "celery.chord": ("body",)}
 
 
 def with_tasks(
-    signature: object, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
+    signature: object,
+    change: Callable[[AnySignature, Place], AnySignature],
+    place: Place = (),
+    *,
+    last: bool = False,
 ) -> Any:
     """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks.
 
-    The signatures that it is given stay as they are: the caller may publish them again.
+    The signatures that it is given stay as they are: the caller may publish them again. ``last``: only for what runs
+    last, where a callback of the whole canvas belongs; it may be a group, whose members run beside each other::
+
+        chain(a, chord([b, c], d))    the body of the last part: d
+        chain(a, group(b, c))         the group
     """
     if not isinstance(signature, Mapping):
         return signature
-    names = PARTS.get(str(signature.get("task")))
+    names = (_LAST if last else PARTS).get(str(signature.get("task")))
     if names is None:
         return change(signature, place)
     kwargs = dict(signature.get("kwargs") or {})
     for name in names:
         inner = kwargs.get(name)
         if isinstance(inner, (list, tuple)):
+            first = len(inner) - 1 if last else 0
             kwargs[name] = [
-                with_tasks(each, change, (*place, index)) for index, each in enumerate(inner)
+                with_tasks(each, change, (*place, index), last=last) if index >= first else each
+                for index, each in enumerate(inner)
             ]
         elif inner is not None:
-            kwargs[name] = with_tasks(inner, change, (*place, name))
+            kwargs[name] = with_tasks(inner, change, (*place, name), last=last)
     return {**signature, "kwargs": kwargs}
-
-
-def with_last_task(signature: object, change: Callable[[AnySignature], AnySignature]) -> Any:
-    """Return a copy of a canvas with ``change(task)`` for what runs last in it, which may be a group.
-
-    That is where a callback of the whole canvas belongs::
-
-        chain(a, chord([b, c], d))    the body of the last part: d
-        chain(a, group(b, c))         the group: its members run beside each other, and none is the last
-    """
-    if not isinstance(signature, Mapping):
-        return signature
-    name = _LAST.get(str(signature.get("task")), "")
-    kwargs = signature.get("kwargs") or {}
-    inner = kwargs.get(name)
-    if not inner:
-        return change(signature)
-    if isinstance(inner, (list, tuple)):
-        inner = [*inner[:-1], with_last_task(inner[-1], change)]
-    else:
-        inner = with_last_task(inner, change)
-    return {**signature, "kwargs": {**kwargs, name: inner}}
 
 
 def canvas_tasks(signature: object) -> list[AnySignature]:

@@ -31,7 +31,7 @@ from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
 from django.db import DatabaseError, connections, transaction
 from django.db.models import F, QuerySet
-from kombu import pools, serialization
+from kombu import pools
 from kombu.exceptions import OperationalError
 
 from celery_idempotent.celery.definition import DefinedTask, is_celerys_own
@@ -46,7 +46,13 @@ from celery_idempotent.celery.typed import AnyTask, Options, Result, Sig
 from celery_idempotent.django.fields import NowMs
 from celery_idempotent.errors import IdempotencyError, InvalidOption, StoreMisconfigured
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, as_mapping, stamp_of
-from celery_idempotent.serializers import NotStored, Serializer, decode, from_bytes, to_bytes
+from celery_idempotent.serializers import (
+    NotStored,
+    Serializer,
+    first_accepted,
+    from_bytes,
+    to_bytes,
+)
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -243,24 +249,19 @@ def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:
     content: Options = {"task": str(task.name), "args": call.args, "kwargs": call.kwargs}
     content |= {"options": options, "reserve": call.reserve}
     try:
-        stored = Serializer(name, app.conf.accept_content).dump(
-            dict(with_dumped_models(app, content)), max_bytes=MAX_BYTES
+        serializer = Serializer(name, app.conf.accept_content)
+        return to_bytes(
+            serializer.dump(dict(with_dumped_models(app, content)), max_bytes=MAX_BYTES)
         )
     except InvalidOption:
         raise IdempotencyError(
             f"A call of {task.name} is serialized as {name!r}, which this app does not accept: it could not be read "
             "again when it is sent. Add it to accept_content, or stage it with another serializer."
         ) from None
-    if isinstance(stored, NotStored):
+    except NotStored as problem:
         raise IdempotencyError(
-            f"A call of {task.name} cannot be staged: it is {stored.reason}"
-            + (
-                f", {stored.size} bytes where {MAX_BYTES} are allowed. Hand over a reference instead."
-                if stored.size
-                else f" as {name!r}, with its options."
-            )
-        )
-    return to_bytes(stored)
+            f"A call of {task.name}, with its options, cannot be staged: {problem}. Hand over a reference instead."
+        ) from None
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -377,11 +378,12 @@ def _publish(app: Celery, content: bytes) -> None:
     """Publish what was staged, and return when the broker has it.
 
     Raises:
-        ContentDisallowed: if the app does not accept its format.
-        DecodeError: if it cannot be read.
+        StoreMisconfigured: if the app does not accept its format.
+        ResultUnavailable: if it cannot be read.
     """
-    accept = serialization.prepare_accept_content(app.conf.accept_content)
-    found = cast("dict[str, Any]", decode(from_bytes(content), accept))
+    accept = app.conf.accept_content
+    serializer = Serializer(first_accepted("json", accept), accept)
+    found = cast("dict[str, Any]", serializer.load(from_bytes(content)))
     task: Any = app.tasks[found.pop("task")]
     call = DeferredCall(**found)
     with _confirming(app) as options:

@@ -8,7 +8,7 @@ from typing import Final
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.http.problems import RequestRefused
-from celery_idempotent.keys.rules import canonical, excess
+from celery_idempotent.keys.rules import canonical
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
@@ -67,8 +67,8 @@ def read_key(raw: object, *, required: bool = False) -> str | None:
     if 2 * len(key) + 2 > MAX_CHARS:
         try:
             canonical(key, task="of a request")
-        except InvalidKey:
-            raise _invalid(f"It {excess(key)}.") from None
+        except InvalidKey as error:
+            raise _invalid(f"It{str(error).partition('of a request')[2]}") from None
     return key
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,21 +11,18 @@ from typing import Final
 from celery_idempotent.errors import InvalidOption
 
 
-class AllArguments:
+class AllArguments(enum.Enum):
     """The type of :data:`ALL_ARGUMENTS`."""
 
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "ALL_ARGUMENTS"
-
-    def __reduce__(self) -> str:
-        return "ALL_ARGUMENTS"
+    ALL_ARGUMENTS = enum.auto()
 
 
 #: As ``idempotency_key``: calls with the same arguments are one operation.
 #: As ``idempotency_fingerprint``: every argument counts.
-ALL_ARGUMENTS: Final = AllArguments()
+ALL_ARGUMENTS: Final = AllArguments.ALL_ARGUMENTS
+
+#: The arguments of one call by parameter, without the defaults: a new parameter that has one changes no fingerprint.
+Given = Mapping[str, object]
 
 
 class Parameters:
@@ -53,9 +51,16 @@ class Parameters:
 
     def bind(
         self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None
-    ) -> Bound | None:
-        """Return what each parameter is given, or None: the call does not fit the signature, and the task will
-        raise.
+    ) -> Given | None:
+        """Return what each parameter is given, without the defaults; ``None`` if the call does not fit.
+
+        ::
+
+            def charge(order_id, *, amount, currency="EUR"): …
+
+            charge.delay(17, amount=100)              {"order_id": 17, "amount": 100}
+            charge.delay(order_id=17, amount=100)     the same
+            charge.delay(17)                          None: the task will raise TypeError
         """
         args = args or ()
         given: dict[str, object] = dict(zip(self.positional, args, strict=False))
@@ -76,84 +81,57 @@ class Parameters:
                 if not self.var_keyword:
                     return None
                 given[self.var_keyword] = extra
-        return Bound(self, given) if given.keys() >= self.required else None
+        return given if given.keys() >= self.required else None
 
-
-@dataclass(slots=True)
-class Bound:
-    """The arguments of one call, by parameter: those given, without the defaults.
-
-    ::
-
-        def charge(order_id, *, amount, currency="EUR"): …
-
-        charge.delay(17, amount=100)              given: {"order_id": 17, "amount": 100}
-        charge.delay(order_id=17, amount=100)     given: the same
-
-    Without the defaults, so that a new parameter that has one changes no fingerprint of a call that leaves it out.
-    """
-
-    parameters: Parameters
-    given: Mapping[str, object]
-
-    def get(self, name: str) -> object:
-        """Return what the task's body gets as ``name``, or None."""
-        return self.given.get(name, self.parameters.defaults.get(name))
-
-    def call(self, function: Callable[..., object]) -> object:
+    def call(self, function: Callable[..., object], given: Given) -> object:
         """Call a function with what the task's body gets, by keyword wherever that is possible."""
-        parameters = self.parameters
-        named: dict[str, object] = {**parameters.defaults, **self.given}
-        args = [named.pop(name) for name in parameters.by_position]
-        extra = named.pop(parameters.var_positional, ())
-        extra_named = named.pop(parameters.var_keyword, {})
+        named: dict[str, object] = {**self.defaults, **given}
+        args = [named.pop(name) for name in self.by_position]
+        extra = named.pop(self.var_positional, ())
+        extra_named = named.pop(self.var_keyword, {})
         assert isinstance(extra, tuple)
         assert isinstance(extra_named, dict)
         return function(*args, *extra, **named, **extra_named)
 
 
 @dataclass(slots=True)
-class PathRule:
-    """``"event.id"``: the argument ``event``, then its item (of a mapping) or attribute ``id``."""
+class ArgumentRule:
+    """Reads a function of the arguments, or what dotted paths lead to.
 
-    text: str
-    steps: tuple[str, ...]
+    ``"event.id"`` is the argument ``event``, then its item (of a mapping) or attribute ``id``. ``single``: the option
+    is one name, not a tuple of names.
+    """
 
-    def read(self, bound: Bound) -> object:
-        """Return the value at the path, or None if it leads nowhere."""
-        value = bound.get(self.steps[0])
-        for step in self.steps[1:]:
-            value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
-        return value
+    parameters: Parameters
+    function: Callable[..., object] | None
+    paths: dict[str, tuple[str, ...]]
+    single: bool = False
 
-
-@dataclass(slots=True)
-class NamesRule:
-    """``("order_id", "kind")``: several paths, all of which must lead somewhere."""
-
-    paths: tuple[PathRule, ...]
-
-    def read(self, bound: Bound) -> object:
-        """Return the values in the order of the option, or None if one is missing."""
-        values = tuple([path.read(bound) for path in self.paths])
+    def read(self, given: Given) -> object:
+        """Return the value, or the tuple of all values; ``None`` if one is missing."""
+        if self.function is not None:
+            return self.parameters.call(self.function, given)
+        values = tuple(self.values(given).values())
+        if self.single:
+            return values[0]
         return None if any(value is None for value in values) else values
 
-
-@dataclass(slots=True)
-class CallRule:
-    """A function of the arguments."""
-
-    function: Callable[..., object]
-
-    def read(self, bound: Bound) -> object:
-        """Return what the function returns."""
-        return bound.call(self.function)
-
-
-ArgumentRule = PathRule | NamesRule | CallRule | AllArguments | None
+    def values(self, given: Given) -> dict[str, object]:
+        """Return the value at each path, ``None`` if it leads nowhere."""
+        found = {}
+        for text, (name, *steps) in self.paths.items():
+            value = given[name] if name in given else self.parameters.defaults.get(name)
+            for step in steps:
+                value = (
+                    value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+                )
+            found[text] = value
+        return found
 
 
-def compile_rule(option: object, parameters: Parameters, *, what: str, task: str) -> ArgumentRule:
+def compile_rule(
+    option: object, parameters: Parameters, *, what: str, task: str
+) -> ArgumentRule | AllArguments | None:
     """Check the value of the option ``what`` against the task's parameters, once per task.
 
     Raises:
@@ -162,52 +140,44 @@ def compile_rule(option: object, parameters: Parameters, *, what: str, task: str
     """
     if option is None or isinstance(option, AllArguments):
         return option
-    if isinstance(option, str):
-        return _compile_path(option, parameters, what=what, task=task)
-    if isinstance(option, (tuple, list)) and option and all(isinstance(n, str) for n in option):
-        return NamesRule(
-            tuple([_compile_path(name, parameters, what=what, task=task) for name in option])
-        )
+    names = (option,) if isinstance(option, str) else option
+    if isinstance(names, (tuple, list)) and names and all(isinstance(n, str) for n in names):
+        paths = {text: _steps(text, parameters, f"{what} of task {task}") for text in names}
+        return ArgumentRule(parameters, None, paths, single=names is not option)
     if callable(option):
-        _check_call(option, parameters, what=what, task=task)
-        return CallRule(option)
+        _check_call(option, parameters, f"{what} of task {task}")
+        return ArgumentRule(parameters, option, {})
     raise InvalidOption(
         f"{what} of task {task} is the name of an argument, a tuple of names, a function of the "
         f"arguments, ALL_ARGUMENTS or None, not {type_name(option)}."
     )
 
 
-def _compile_path(text: str, parameters: Parameters, *, what: str, task: str) -> PathRule:
+def _steps(text: str, parameters: Parameters, option: str) -> tuple[str, ...]:
     steps = tuple(text.split("."))
     if "" in steps:
-        raise InvalidOption(f"{what} of task {task}: {text!r} is not a name or a dotted path.")
+        raise InvalidOption(f"{option}: {text!r} is not a name or a dotted path.")
     if steps[0] in parameters.names:
-        return PathRule(text, steps)
+        return steps
     if parameters.var_keyword:
-        return PathRule(text, (parameters.var_keyword, *steps))
+        return (parameters.var_keyword, *steps)
     raise InvalidOption(
-        f"{what} of task {task}: the task has no argument {steps[0]!r}. "
+        f"{option}: the task has no argument {steps[0]!r}. "
         f"It has: {', '.join(parameters.names) or 'none'}."
     )
 
 
-def _check_call(
-    function: Callable[..., object], parameters: Parameters, *, what: str, task: str
-) -> None:
+def _check_call(function: Callable[..., object], parameters: Parameters, option: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have no signature
         return
-    args = parameters.by_position
-    variable = {parameters.var_positional, parameters.var_keyword}
-    named = [name for name in parameters.names if name not in args and name not in variable]
     try:
-        signature.bind(*args, **dict.fromkeys(named))
+        parameters.call(signature.bind, dict.fromkeys(parameters.required))
     except TypeError as error:
-        call = ", ".join([*args, *(f"{name}=" for name in named)])
         raise InvalidOption(
-            f"{what} of task {task}: the function gets every argument of the task ({call}), but: "
-            f"{error}. Add **_ for the arguments that it does not need."
+            f"{option}: the function gets every argument of the task ({', '.join(parameters.names)}), but: {error}. "
+            "Add **_ for the arguments that it does not need."
         ) from None
 
 

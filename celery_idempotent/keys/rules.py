@@ -22,21 +22,25 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from functools import partial
+from typing import TypeAlias
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
-from celery_idempotent.keys import arguments
-from celery_idempotent.keys.fingerprints import (
-    NoFormError,
-    default_form,
-    fingerprint_of,
-    form,
+from celery_idempotent.keys.arguments import (
+    ALL_ARGUMENTS,
+    AllArguments,
+    Given,
+    Parameters,
+    compile_rule,
+    type_name,
 )
+from celery_idempotent.keys.fingerprints import NoFormError, fingerprint_of, form, optional_form
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
+_BEGINS: dict[type, str] = {dict: "{", list: "[", tuple: "[", str: '"'}
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -62,28 +66,14 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
         bare = not _MISTAKABLE.match(plain) if isinstance(plain, str) else isinstance(plain, int)
         text = str(plain) if bare else _compact(plain)
         if len(text) > MAX_CHARS:
-            raise _RefusedError(excess(plain))
+            raise _RefusedError(
+                f"has {len(text)} characters{'' if bare else ' as JSON'}, and {MAX_CHARS} are allowed"
+            )
     except _RefusedError as refused:
         raise InvalidKey(f"The idempotency {what} of task {task} {refused}.") from None
     except RecursionError:
         raise InvalidKey(f"The idempotency {what} of task {task} contains itself.") from None
     return text
-
-
-def excess(plain: str | int | list[object]) -> str:
-    """Return the message about a key that is too long, as the end of a sentence.
-
-    A text that could be taken for a number or a list is quoted in its record, and a list is written as JSON.
-    """
-    length = len(_compact(plain))
-    if isinstance(plain, str):
-        bare = not _MISTAKABLE.match(plain)
-        quoted = (
-            "" if bare else f", {length} once it is quoted as what could be a number or a list is"
-        )
-        return f"has {len(plain)} characters{quoted}, and {MAX_CHARS} are allowed"
-    written = " as JSON" if isinstance(plain, list) else ""
-    return f"has {length} characters{written}, and {MAX_CHARS} are allowed"
 
 
 def _json_form(value: object) -> str | int | list[object]:
@@ -100,9 +90,7 @@ def _json_form(value: object) -> str | int | list[object]:
         return str(value)
     if isinstance(value, (tuple, list)):
         return [_json_form(part) for part in value]
-    raise _RefusedError(
-        f"must be a str, int or UUID, or a tuple of these, not {arguments.type_name(value)}"
-    )
+    raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
@@ -123,19 +111,7 @@ _Args: TypeAlias = Sequence[object] | None
 _Kwargs: TypeAlias = Mapping[str, object] | None
 
 #: Makes of the arguments of a call, by parameter, what the task's body gets: models instead of their dumps.
-Validate: TypeAlias = Callable[[Mapping[str, object]], Mapping[str, object]]
-
-
-class _AboutId(TypedDict):
-    task_id: str
-
-
-class About(_AboutId, total=False):
-    """What :meth:`Identifier.identify` takes beside the arguments of a call."""
-
-    nesting: int
-    key: object
-    scope: object
+Validate: TypeAlias = Callable[[Given], Given]
 
 
 class Identifier:
@@ -156,33 +132,29 @@ class Identifier:
         key: object = None,
         scope: object = None,
         namespace: str | None = None,
-        fingerprint: object = arguments.ALL_ARGUMENTS,
+        fingerprint: object = ALL_ARGUMENTS,
         validate: Validate | None = None,
     ) -> None:
-        # Options are read once, here: a call then only asks compiled rules, and a bad option stops the worker at start.
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self._validate = validate
-        self.parameters = parameters = arguments.Parameters(signature)
+        self._parameters = parameters = Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
                 f"idempotency_namespace of task {task_name} is 1 to {MAX_CHARS} printable "
                 "characters; the default is the name of the task."
             )
-        self._key = arguments.compile_rule(key, parameters, what="idempotency_key", task=task_name)
-        scope_rule = arguments.compile_rule(
-            scope, parameters, what="idempotency_scope", task=task_name
-        )
-        if isinstance(scope_rule, arguments.AllArguments):
+        compiled = partial(compile_rule, parameters=parameters, task=task_name)
+        scope_rule = compiled(scope, what="idempotency_scope")
+        if isinstance(scope_rule, AllArguments):
             raise InvalidOption(f"idempotency_scope of task {task_name} cannot be ALL_ARGUMENTS.")
         self._scope = scope_rule
-        self._fingerprint = arguments.compile_rule(
-            fingerprint, parameters, what="idempotency_fingerprint", task=task_name
-        )
-        self._default_forms = {n: default_form(d) for n, d in parameters.defaults.items()}
+        self._key = compiled(key, what="idempotency_key")
+        self._fingerprint = compiled(fingerprint, what="idempotency_fingerprint")
+        self._default_forms = {n: optional_form(d) for n, d in parameters.defaults.items()}
 
     def identity(self, key: object, scope: object = None) -> Identity:
-        """Return the identity of a raw key and scope, to ask about a key without a call.
+        """Return the identity of a raw key and scope.
 
         Raises:
             InvalidKey: if the key or the scope cannot be used.
@@ -207,34 +179,28 @@ class Identifier:
             KeyMissing: if an argument that the rule for the key names is missing or None.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
-        bound = self.parameters.bind(args, kwargs)
-        if bound is not None and self._validate is not None:
-            bound = arguments.Bound(self.parameters, self._validate(bound.given))
-        rule = self._key
-        if scope is None and bound is not None and self._scope is not None:
-            scope = self._scope.read(bound)
-        if key is None and bound is not None and rule is not None:
-            if isinstance(rule, arguments.AllArguments):
-                every = self._digest(self._given(bound), "idempotency_key").hex()
-                return Identified(self._identity(f"*{every}", scope))
-            key = rule.read(bound)
-            if key is None and not isinstance(rule, arguments.CallRule):
-                raise self._missing(rule, bound)
-        if key is not None:
-            identity = self._identity(canonical(key, task=self.task_name), scope)
-            return Identified(identity, self._fingerprint_of(bound, args, kwargs))
-        return Identified(self._identity(task_id_key(task_id, nesting), scope))
-
-    def _missing(
-        self, rule: arguments.PathRule | arguments.NamesRule, bound: arguments.Bound
-    ) -> KeyMissing:
-        paths = rule.paths if isinstance(rule, arguments.NamesRule) else (rule,)
-        names = ", ".join(path.text for path in paths if path.read(bound) is None)
-        return KeyMissing(
-            f"The idempotency key of task {self.task_name} is read from {names}, which this call leaves out or passes "
-            "as None: pass it, or idempotency_key with the call. A function as the task's idempotency_key may return "
-            "None: then the call is guarded by its task id."
-        )
+        given, rule = self._parameters.bind(args, kwargs), self._key
+        if given is not None:
+            if self._validate is not None:
+                given = self._validate(given)
+            if scope is None and self._scope is not None:
+                scope = self._scope.read(given)
+            if key is None and rule is not None:
+                if isinstance(rule, AllArguments):
+                    every = self._digest(self._without_defaults(given), "idempotency_key").hex()
+                    return Identified(self._identity(f"*{every}", scope))
+                key = rule.read(given)
+                if key is None and rule.function is None:
+                    names = [text for text, value in rule.values(given).items() if value is None]
+                    raise KeyMissing(
+                        f"The idempotency key of task {self.task_name} is read from {', '.join(names)}, which this "
+                        "call leaves out or passes as None: pass it, or idempotency_key with the call. A function as "
+                        "the task's idempotency_key may return None: then the call is guarded by its task id."
+                    )
+        if key is None:
+            return Identified(self._identity(task_id_key(task_id, nesting), scope))
+        identity = self._identity(canonical(key, task=self.task_name), scope)
+        return Identified(identity, self._fingerprint_of(given, args, kwargs))
 
     def by_task_id(self, task_id: str) -> Identified:
         """Return the identity of a call without a key, or of one whose key or scope cannot be used."""
@@ -244,67 +210,47 @@ class Identifier:
         text = "" if scope is None else canonical(scope, what="scope", task=self.task_name)
         return Identity(namespace=self.namespace, scope=text, key=key)
 
-    def _fingerprint_of(
-        self,
-        bound: arguments.Bound | None,
-        args: _Args,
-        kwargs: _Kwargs,
-    ) -> bytes | None:
+    def _fingerprint_of(self, given: Given | None, args: _Args, kwargs: _Kwargs) -> bytes | None:
         rule = self._fingerprint
         if rule is None:
             return None
         counted: Mapping[str, object]
-        if bound is None:  # never equal to the fingerprint of a call that fits the signature
+        if given is None:  # never equal to the fingerprint of a call that fits the signature
             counted = {"*args, **kwargs": [[*(args or ())], kwargs]}
-        elif isinstance(rule, arguments.AllArguments):
-            counted = self._given(bound)
-        elif isinstance(rule, arguments.CallRule):
-            if (value := rule.read(bound)) is None:
+        elif isinstance(rule, AllArguments):
+            counted = self._without_defaults(given)
+        elif rule.function is None:
+            counted = rule.values(given)
+        else:
+            if (value := rule.read(given)) is None:
                 return None
             counted = {"(the result)": value}
-        else:
-            paths = rule.paths if isinstance(rule, arguments.NamesRule) else (rule,)
-            counted = {path.text: path.read(bound) for path in paths}
         return self._digest(counted, "idempotency_fingerprint")
 
-    def _given(self, bound: arguments.Bound) -> Mapping[str, object]:
-        """Return the arguments, without those equal to their default.
-
-        So it does not matter how they are passed, and a deploy may add a parameter with a default.
-        """
-        given, defaults = bound.given, bound.parameters.defaults
-        if given.keys().isdisjoint(defaults):
+    def _without_defaults(self, given: Given) -> Given:
+        """Return the arguments that differ from their defaults: a deploy may add a parameter with a default."""
+        if given.keys().isdisjoint(self._default_forms):
             return given
         return {name: value for name, value in given.items() if not self._is_default(name, value)}
 
     def _is_default(self, name: str, value: object) -> bool:
-        defaults = self.parameters.defaults
-        if name not in defaults:
+        if name not in self._default_forms:
             return False
-        if value is defaults[name]:
+        if value is self._parameters.defaults[name]:
             return True
         known = self._default_forms[name]
-        return known is not None and known == default_form(value)
+        # By its first character, because the form of a large value takes its time.
+        may_be = known is not None and known.startswith(_BEGINS.get(type(value), ""))
+        return may_be and known == optional_form(value)
 
     def _digest(self, counted: Mapping[str, object], what: str) -> bytes:
         try:
             return fingerprint_of(form(counted))
-        except (NoFormError, RecursionError):
-            pass
-        name, problem = next(filter(None, (_find_problem(*each) for each in counted.items())))
+        except NoFormError as refused:
+            problem = str(refused)
+        name = next(name for name in sorted(counted) if optional_form([counted[name]]) is None)
         raise InvalidKey(
             f"{what} of task {self.task_name} cannot include argument {name}: {problem}. "
             f"Set {what} to the names of the arguments that count, or to a function of them"
             + (", or to None." if what == "idempotency_fingerprint" else ".")
         )
-
-
-def _find_problem(name: str, value: object) -> tuple[str, str] | None:
-    """Return this argument, and why it has no form; ``None`` if it has one."""
-    try:
-        form([value])
-    except NoFormError as refused:
-        return name, str(refused)
-    except RecursionError:
-        return name, "it contains itself, or is nested too deeply"
-    return None

@@ -20,8 +20,7 @@ from celery_idempotent.errors import InvalidKey
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
-KEY_HEADER = "idempotency_key"
-SCOPE_HEADER = "idempotency_scope"
+KEY_HEADER, SCOPE_HEADER = "idempotency_key", "idempotency_scope"
 
 #: A client asks for the outcome by the key (the HTTP status resource does), so a final failure is stored as FAILED
 #: instead of releasing the key. Retries carry it along.
@@ -38,6 +37,20 @@ RUN = "run"
 #: In a stamp: what a publisher set in the headers above.
 RAW_KEY, RAW_SCOPE, KEEP_FAILURE = "raw_key", "raw_scope", "keep_failure"
 RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_FAILURE}
+
+#: The longest canonical key, scope or namespace, in characters.
+MAX_CHARS: Final = 255
+
+#: For ``isinstance``: a dict, as almost every mapping is, or any other. To ask an abstract class first would take a
+#: hundred times as long.
+MAPPINGS: Final = (dict, Mapping)
+
+_FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+
+
+def as_mapping(headers: object) -> dict[str, object]:
+    """Return a copy of headers, empty where they are no mapping: Celery does not check what callers pass."""
+    return dict(headers) if headers is not None and isinstance(headers, MAPPINGS) else {}
 
 
 def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
@@ -78,16 +91,11 @@ def with_stamp(
     """
     said = read_stamp(headers, task_id) if headers else {}
     if identified is not None:
-        if said:
-            for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS):
-                said.pop(word, None)
+        for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS) if said else ():
+            said.pop(word, None)
         said |= identified.to_header()
-    if more:
-        said |= more
-    stamped: dict[str, object] = {STAMP_HEADER: {**said, "id": task_id}}
-    if headers:
-        stamped = {**{name: each for name, each in headers.items() if name not in RAW}, **stamped}
-    return stamped
+    stamped = {STAMP_HEADER: {**said, **(more or {}), "id": task_id}}
+    return {**{name: each for name, each in headers.items() if name not in RAW}, **stamped}
 
 
 def message_id(said: Mapping[str, object], task_id: str) -> str:
@@ -99,21 +107,9 @@ def message_id(said: Mapping[str, object], task_id: str) -> str:
     return f"{task_id}/{run}" if isinstance(run, str) else task_id
 
 
-def as_mapping(headers: object) -> dict[str, object]:
-    """Return a copy of headers, empty where they are no mapping: Celery does not check what callers pass."""
-    return dict(headers) if headers is not None and isinstance(headers, MAPPINGS) else {}
-
-
-# -- what a call is about ----------------------------------------------------------------------------------------------
-
-#: The longest canonical key, scope or namespace, in characters.
-MAX_CHARS: Final = 255
-
-#: For ``isinstance``: a dict, as almost every mapping is, or any other. To ask an abstract class first would take a
-#: hundred times as long.
-MAPPINGS: Final = (dict, Mapping)
-
-_FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+def is_text(value: object) -> TypeGuard[str]:
+    """Can this be a canonical key, scope or namespace?"""
+    return isinstance(value, str) and 0 < len(value) <= MAX_CHARS and value.isprintable()
 
 
 @dataclass(slots=True)
@@ -148,18 +144,12 @@ class Identified:
             raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
         if "id" in header and cls.WORDS.isdisjoint(header):
             return None
-        key, scope = header.get("key"), header.get("scope", "")
+        key, scope, digest = header.get("key"), header.get("scope", ""), header.get("fingerprint")
         if not is_text(key) or not (scope == "" or is_text(scope)):
             raise InvalidKey(f"A message of {namespace} has a stamp without a usable key or scope.")
         identity = Identity(namespace=namespace, scope=scope, key=key)
-        fingerprint = header.get("fingerprint")
-        if fingerprint is None:
+        if digest is None:
             return cls(identity)
-        if isinstance(fingerprint, str) and _FINGERPRINT_HEX.fullmatch(fingerprint):
-            return cls(identity, bytes.fromhex(fingerprint))
+        if isinstance(digest, str) and _FINGERPRINT_HEX.fullmatch(digest):
+            return cls(identity, bytes.fromhex(digest))
         raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
-
-
-def is_text(value: object) -> TypeGuard[str]:
-    """Can this be a canonical key, scope or namespace?"""
-    return isinstance(value, str) and 0 < len(value) <= MAX_CHARS and value.isprintable()

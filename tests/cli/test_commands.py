@@ -418,7 +418,7 @@ def test_a_key_of_no_task_is_not_completed(run, store):
         (("--value", "ch_17"), "is no JSON"),
         (("--value", "NaN"), "is no JSON"),
         (("--value", "[" * 100_000), "is no JSON"),
-        (("--value", f'"{"x" * 1_100_000}"'), "keeps no result of more than"),
+        (("--value", f'"{"x" * 1_100_000}"'), "bytes as json, and 1,048,576 are allowed"),
         ((), "Missing option '--value'"),
         (("--value", "1", "--reason", "x" * 501), "500 characters"),
     ],

@@ -305,7 +305,7 @@ class TestSweeping:
             lite.add("free", ({1, 2},), serializer="pickle")
             lite.app.conf.accept_content = ["json"]
         (kept,) = lite.pending()
-        assert kept.error.startswith("ContentDisallowed: ")
+        assert kept.error.startswith("StoreMisconfigured: ")
         assert ids(lite.app) == []
 
 
@@ -444,11 +444,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("args", "options", "message"),
         [
-            (("x" * 2**20,), {}, "bytes where 1048576 are allowed"),
-            (({1},), {}, "unserializable as 'json'"),
+            (("x" * 2**20,), {}, "bytes as json, and 1,048,576 are allowed"),
+            (({1},), {}, "cannot be written as json"),
             ((1,), {"serializer": "pickle"}, "does not accept"),
             ((1,), {"producer": object()}, "with producer"),
-            ((1,), {"queue": object()}, "unserializable"),
+            ((1,), {"queue": object()}, "cannot be written"),
         ],
         ids=["large", "unserializable", "unaccepted", "connection", "object"],
     )

@@ -251,8 +251,8 @@ def test_a_uuid_equals_its_str_form():
         (("a", "b\t"), "do not print"),
         ("x" * 256, "256 characters, and 255"),
         (("x" * 252,), "256 characters as JSON, and 255"),
-        ("@" + "x" * 253, "254 characters, 256 once it is quoted as what could be .* is, and 255"),
-        ("7" * 254, "254 characters, 256 once it is quoted as what could be .* is, and 255"),
+        ("@" + "x" * 253, "256 characters as JSON, and 255"),
+        ("7" * 254, "256 characters as JSON, and 255"),
         (10**255, "256 characters, and 255"),
         pytest.param(10**5000, "255 digits", id="endless"),
     ],
@@ -354,21 +354,23 @@ def test_binding_does_what_a_call_does(function: Any, call: tuple[list[int], dic
         expected = function(*args, **kwargs)
     except TypeError:
         expected = None
-    bound = Parameters(inspect.signature(function)).bind(args, kwargs)
+    parameters = Parameters(inspect.signature(function))
+    bound = parameters.bind(args, kwargs)
     assert (bound is None) is (expected is None)
     if bound is not None:
         empty: dict[str, object] = {"args": (), "kwargs": {}}
         got = {name: bound.get(name) or empty.get(name, 0) for name in expected}
         assert got == expected
-        assert bound.call(function) == expected
+        assert parameters.call(function, bound) == expected
 
 
 def test_no_arguments_may_be_none_as_celery_has_it():
     def defaulted(a=1): ...
 
-    bound = Parameters(inspect.signature(defaulted)).bind(None, None)
+    parameters = Parameters(inspect.signature(defaulted))
+    bound = parameters.bind(None, None)
     assert bound is not None
-    assert bound.get("a") == 1
+    assert parameters.call(lambda a: a, bound) == 1
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -487,7 +489,7 @@ def test_a_bad_answer_of_a_function_is_an_invalid_key():
         (5, "not int"),
         (True, "not bool"),
         ({"order_id"}, "not set"),
-        (of_order_id_alone, r"\(order_id=, amount=, currency=, note=\)"),
+        (of_order_id_alone, r"\(order_id, amount, currency, note\)"),
         (of_a_misspelt_name, "'oid'"),
     ],
 )
@@ -509,7 +511,6 @@ def test_a_function_that_does_not_tell_what_it_takes_is_trusted():
 def test_all_arguments_is_one_object_wherever_it_goes():
     assert pickle.loads(pickle.dumps(ALL_ARGUMENTS)) is ALL_ARGUMENTS
     assert copy.deepcopy(ALL_ARGUMENTS) is ALL_ARGUMENTS
-    assert repr(ALL_ARGUMENTS) == "ALL_ARGUMENTS"
 
 
 # -- fingerprints ----------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class TestComplete:
         assert answer(task, "done") == 0
 
     @pytest.mark.parametrize(
-        ("value", "problem"), [(object(), "cannot be written"), ("x" * 1001, "keeps no result")]
+        ("value", "problem"), [(object(), "cannot be written"), ("x" * 1001, "1,000 are allowed")]
     )
     def test_a_value_that_the_task_could_not_return_is_refused(self, store, value, problem):
         task = make_app(store, idempotency_max_result_bytes=1000).tasks[TASK]

@@ -45,7 +45,7 @@ exact_in_json = st.recursive(
 
 
 def stored(serializer: Serializer, value: object) -> Stored:
-    answer = serializer.dump(value, max_bytes=None)
+    answer = serializer.dump(value)
     assert isinstance(answer, Stored)
     return answer
 
@@ -128,36 +128,35 @@ def test_a_body_is_bytes_and_says_how_it_was_written():
     ids=["object", "set", "tuple key", "secretive", "endless int", "false type", "false uuid"],
 )
 def test_what_json_cannot_bring_back_is_not_stored(value: object):
-    answer = JSON.dump(value, max_bytes=None)
-    assert answer == NotStored(reason="unserializable", type_name=type(value).__qualname__)
+    with pytest.raises(NotStored, match=f"a {type(value).__qualname__} cannot be written as json"):
+        JSON.dump(value)
 
 
 def test_what_contains_itself_is_not_stored():
     value: list[object] = []
     value.append(value)
-    assert JSON.dump(value, max_bytes=None) == NotStored(reason="unserializable", type_name="list")
+    with pytest.raises(NotStored, match="a list cannot"):
+        JSON.dump(value)
 
 
 @pytest.mark.parametrize("value", [lambda: None, Secretive(), Picky("a", "b")])
 def test_what_pickle_cannot_bring_back_is_not_stored(value: object):
-    answer = PICKLE.dump(value, max_bytes=None)
-    assert isinstance(answer, NotStored)
-    assert answer.reason == "unserializable"
-    assert SECRET not in repr(answer)
+    with pytest.raises(NotStored, match="cannot be written") as refused:
+        PICKLE.dump(value)
+    assert SECRET not in str(refused.value)
 
 
 def test_a_value_may_have_as_many_bytes_as_allowed_and_no_more():
     assert isinstance(JSON.dump("é" * 10, max_bytes=62), Stored)
-    assert JSON.dump("é" * 10, max_bytes=61) == NotStored(
-        reason="too-large", type_name="str", size=62
-    )
-    assert isinstance(JSON.dump("é" * 10, max_bytes=0), NotStored)
+    with pytest.raises(NotStored, match="a str takes 62 bytes as json, and 61 are allowed"):
+        JSON.dump("é" * 10, max_bytes=61)
+    with pytest.raises(NotStored):
+        JSON.dump("é" * 10, max_bytes=0)
 
 
 def test_a_body_that_is_too_large_is_not_read_back_to_check_it():
-    assert JSON.dump({"__type__": "unheard-of", "__value__": 1}, max_bytes=5) == NotStored(
-        reason="too-large", type_name="dict", size=42
-    )
+    with pytest.raises(NotStored, match="a dict takes 42 bytes as json, and 5 are allowed"):
+        JSON.dump({"__type__": "unheard-of", "__value__": 1}, max_bytes=5)
 
 
 def test_a_pickle_is_refused_unless_the_app_accepts_pickle():
@@ -211,10 +210,8 @@ def test_what_one_serializer_wrote_another_that_accepts_it_reads():
     assert both.load(stored(PICKLE, (1,))) == (1,)
 
 
-def test_an_unknown_serializer_is_refused_and_the_installed_ones_are_named():
-    with pytest.raises(
-        InvalidOption, match=r"'jsno' is not installed; installed are .*json.*pickle"
-    ):
+def test_an_unknown_serializer_is_refused():
+    with pytest.raises(InvalidOption, match="'jsno' is not installed"):
         Serializer("jsno")
 
 
@@ -229,10 +226,10 @@ def test_a_serializer_that_the_app_does_not_accept_is_refused():
 
 
 def test_of_several_formats_the_first_that_the_app_reads_is_taken():
-    assert first_accepted(["pickle", "json"], ["json", "pickle"]) == "pickle"
-    assert first_accepted(["pickle", "yaml", "json"], ["json", "yaml"]) == "yaml"
-    assert first_accepted(["pickle", "application/json"], ["application/json"]) == "json"
-    assert first_accepted(["pickle", "yaml"], ["json"]) == "pickle"  # which Serializer refuses
+    assert first_accepted("pickle", ["json", "pickle"]) == "pickle"
+    assert first_accepted("pickle", ["yaml", "json"]) == "yaml"
+    assert first_accepted("pickle", ["application/json"]) == "json"
+    assert first_accepted("pickle", ["unheard/of"]) == "pickle"  # which Serializer refuses
 
 
 def test_a_serializer_whose_package_is_missing_is_refused(register: Callable[..., None]):
@@ -253,21 +250,27 @@ def test_a_format_that_writes_what_it_cannot_read_is_found_out(register: Callabl
     register("lossy", repr, int, "application/x-lossy")
     lossy = Serializer("lossy", ["lossy"])
     assert lossy.load(stored(lossy, 17)) == 17
-    assert isinstance(lossy.dump("a", max_bytes=None), NotStored)
+    with pytest.raises(NotStored):
+        lossy.dump("a")
 
 
 def test_msgpack_keeps_only_what_it_can_read():
     pytest.importorskip("msgpack")
     msgpack = Serializer("msgpack", ["msgpack"])
     assert msgpack.load(stored(msgpack, {"a": [1, b"b", None]})) == {"a": [1, b"b", None]}
-    assert isinstance(msgpack.dump({1: "a"}, max_bytes=None), NotStored)
-    assert isinstance(msgpack.dump(2**70, max_bytes=None), NotStored)
-    assert isinstance(msgpack.dump(uuid.uuid4(), max_bytes=None), NotStored)
+    with pytest.raises(NotStored):
+        msgpack.dump({1: "a"})
+    with pytest.raises(NotStored):
+        msgpack.dump(2**70)
+    with pytest.raises(NotStored):
+        msgpack.dump(uuid.uuid4())
 
 
 def test_yaml_keeps_only_what_it_can_read():
     pytest.importorskip("yaml")
     yaml = Serializer("yaml", ["yaml"])
     assert yaml.load(stored(yaml, {"a": {1, 2}})) == {"a": {1, 2}}
-    assert isinstance(yaml.dump({("a", "b"): 1}, max_bytes=None), NotStored)
-    assert isinstance(yaml.dump(decimal.Decimal(1), max_bytes=None), NotStored)
+    with pytest.raises(NotStored):
+        yaml.dump({("a", "b"): 1})
+    with pytest.raises(NotStored):
+        yaml.dump(decimal.Decimal(1))

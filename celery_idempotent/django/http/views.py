@@ -149,20 +149,19 @@ class _ResponseCodec:
         """Pack a response."""
         return pack_response(value, self._options, name=self._name)
 
-    def dump_error(self, error: BaseException) -> Stored | None:
+    def dump_error(self, error: BaseException) -> Stored:
         """Store what a caller may know."""
         parts = {"exc_type": type(error).__name__, "exc_message": str(error)}
-        stored = self._json.dump(parts, max_bytes=None)
-        return None if isinstance(stored, NotStored) else stored
+        return self._json.dump(parts)
 
     def dump_step(self, name: str, value: object) -> Stored:
         """Serialize the result of a step."""
-        stored = self._json.dump(value, max_bytes=self._options.max_response_bytes)
-        if isinstance(stored, NotStored):
+        try:
+            return self._json.dump(value, max_bytes=self._options.max_response_bytes)
+        except NotStored as problem:
             raise IdempotencyError(
-                f"The result of step {name!r} of {self._name} cannot be recorded: {stored.reason}."
-            )
-        return stored
+                f"The result of step {name!r} of {self._name} cannot be recorded: {problem}."
+            ) from None
 
     def load_value(self, stored: Stored) -> object:
         """Return the result of a step."""
