@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import models
 
-from celery_idempotent.django.sql.dialects import dialect
+from celery_idempotent.django.sql.dialects import dialect_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -63,4 +63,4 @@ class NowMs(models.Func):
         **__: object,
     ) -> tuple[str, list[str | int]]:
         """Return the SQL of this vendor."""
-        return dialect(connection.vendor).now_ms, []
+        return dialect_of(connection.vendor).now_ms, []

@@ -7,7 +7,7 @@ from django.db import models
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
 from celery_idempotent.stores.fields import LETTERS
 
-__all__ = ["Counter", "HighWaterMark", "IdempotencyRecord", "OutboxMessage", "Record", "Sweep"]
+__all__ = ["Counter", "IdempotencyRecord", "Mark", "OutboxMessage", "Record"]
 
 
 class Record(models.Model):
@@ -63,34 +63,19 @@ class Record(models.Model):
         return f"{self.namespace} key {self.key}{scope}"
 
 
-class HighWaterMark(models.Model):
-    """The largest token of the rows that were deleted, so that tokens grow over a forget and a prune: one row."""
+class Mark(models.Model):
+    """A number that only grows, see :mod:`celery_idempotent.django.sql.dialects`: two rows."""
 
-    #: Always 1.
+    #: 1: the largest token of the rows that were deleted, so that tokens grow over a forget and a prune. 2: when the
+    #: last sweep ended.
     id = models.SmallIntegerField(primary_key=True)
-    #: That token.
-    token = models.BigIntegerField()
+    value = models.BigIntegerField()
 
     class Meta:
         default_permissions = ()
 
     def __str__(self) -> str:
-        return f"{self.token}"
-
-
-class Sweep(models.Model):
-    """When the last sweep ended: one row."""
-
-    #: Always 1.
-    id = models.SmallIntegerField(primary_key=True)
-    #: When.
-    ended_ms = models.BigIntegerField()
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return f"{self.ended_ms}"
+        return f"{self.value}"
 
 
 class Counter(models.Model):

@@ -6,25 +6,45 @@ the one that it saw. So no isolation level, session or lock is relied on, and no
 
 A run in its own transaction (:mod:`.sql.atomic`) is not renewed. It has a lock of the database's instead, which ends
 with the transaction; a look that finds the lease of such a run over and the lock taken says that the lease is alive.
+
+A page of a list is a stretch of an index, and of that what the filter selects. However few records a filter matches, a
+page looks at ``look_at`` rows at the most::
+
+    index    │ r1 r2 r3 r4 r5 r6 │ r7 r8 …       look_at = 6
+    page     │    r2       r5    │               two are selected
+    cursor                     ▲ r6              the next page begins behind the last that was looked at
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql import atomic, browse, upkeep
-from celery_idempotent.django.sql.connections import Connections
-from celery_idempotent.django.sql.look import Look, claim_free_key, settle_claim
-from celery_idempotent.django.sql.reach import missing_bounds
-from celery_idempotent.django.sql.rows import digest
+from celery_idempotent.django.sql import atomic
+from celery_idempotent.django.sql.connections import Connections, Session
+from celery_idempotent.django.sql.dialects import SWEPT, TOKENS, missing_bounds
+from celery_idempotent.django.sql.rows import (
+    COLUMNS,
+    DIGEST_BYTES,
+    EXPIRES,
+    STATE,
+    UNFINISHED,
+    Look,
+    claim_free_key,
+    digest,
+    settle_claim,
+    stored_record,
+)
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     ATTEMPT_BYTES,
@@ -40,18 +60,43 @@ from celery_idempotent.records import (
     Stats,
 )
 from celery_idempotent.stores import table
-from celery_idempotent.stores.base import Store, Taken
+from celery_idempotent.stores.base import (
+    COUNTED_HOURS,
+    HOUR_MS,
+    Store,
+    Taken,
+    read_cursor,
+    write_cursor,
+)
+from celery_idempotent.stores.fields import LETTERS
 from celery_idempotent.stores.table import Asked, Verb
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.django.sql.connections import Session
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: How long to wait for the end of a COMMIT whose answer was lost.
 _COMMIT_SECONDS = 10.0
+#: How many rows one statement of a prune deletes: see docs/sql.md for what others cost.
+PRUNE_BATCH = 1_000
+#: How many unfinished records of a state are counted.
+COUNTED = 10_000
+#: Values are not read for a list; the text has the message and the steps, which are left out later.
+_SUMMARY = ", ".join("NULL" if name == "value" else name for name in COLUMNS)
+
+
+def in_session(
+    verb: Callable[Concatenate[DjangoStore, Session, P], T],
+) -> Callable[Concatenate[DjangoStore, P], T]:
+    """Give a verb a session of the store's own; where it collides with another it begins again."""
+
+    @wraps(verb)
+    def run(store: DjangoStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return store.connections.run(lambda session: verb(store, session, *args, **kwargs))
+
+    return run
 
 
 class DjangoStore(Store):
@@ -65,8 +110,7 @@ class DjangoStore(Store):
     supports_transactions = supports_counting = True
 
     def __init__(self, alias: str = "default") -> None:
-        self.alias = alias
-        self.outbox_alias = alias
+        self.alias = self.outbox_alias = alias
         self.connections = Connections(alias)
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
         # a child that is forked while a thread imports finds the locks of its modules taken for ever.
@@ -82,8 +126,11 @@ class DjangoStore(Store):
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def _at(self, identity: Identity, verb: Callable[[table.Look], T]) -> T:
-        return self.connections.run(lambda session: verb(Look(session, identity)))
+    # -- the verbs --
+
+    @in_session
+    def _at(self, session: Session, identity: Identity, verb: Callable[[table.Look], T]) -> T:
+        return verb(Look(session, identity))
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key: one INSERT where a claim meets nobody, or a look at what is there."""
@@ -115,49 +162,206 @@ class DjangoStore(Store):
         for each in set(renewals):
             if not atomic.runs_here(each.identity, each.token):
                 groups.setdefault((each.lease_ms, each.keep_ms), []).append(each)
-        lost: set[Renewal] = set()
-        for group in groups.values():
-            missed = self.connections.run(partial(upkeep.renew, renewals=group))
-            # A sweep may have interrupted them: then the record says whether they go on.
-            lost |= {each for each in missed if not self._renew(each)}
+        missed = [each for group in groups.values() for each in self._renew_all(group)]
+        # A sweep may have interrupted them: then the record says whether they go on.
+        lost = {each for each in missed if not self._renew(each)}
         return [each not in lost for each in renewals]
 
-    def _due(self, limit: int) -> Sequence[Identity]:
-        return self.connections.run(lambda session: upkeep.find_due(session, limit))
+    @in_session
+    def _renew_all(self, session: Session, renewals: Sequence[Renewal]) -> Sequence[Renewal]:
+        """Renew leases of one length; return those that may not be renewed. A renewal touches no index."""
+        # In one order: two processes that renew the same leases in different orders would deadlock.
+        claims = sorted((digest(each.identity), each.token) for each in renewals)
+        now, lease_ms = session.dialect.now_ms, renewals[0].lease_ms
+        same = " OR ".join(["(digest = %s AND token = %s)"] * len(claims))
+        renewed = session.execute(
+            f"UPDATE celery_idempotent_record SET deadline_ms = {now} + %s, due_ms = {now} + %s,"
+            f" expires_ms = {now} + %s, version = version + 1"
+            f" WHERE ({same}) AND state = 'P' AND expires_ms > {now}",
+            (lease_ms, lease_ms, lease_ms + renewals[0].keep_ms, *itertools.chain(*claims)),
+        )
+        return () if renewed == len(claims) else renewals
+
+    # -- many records --
+
+    @in_session
+    def _due(self, session: Session, limit: int) -> Sequence[Identity]:
+        """Of the index of unfinished keys all is read, up to the limit."""
+        now, key = session.dialect.now_ms, session.dialect.key
+        found = session.rows(
+            f"SELECT namespace, scope, {key} FROM celery_idempotent_record WHERE {UNFINISHED}"
+            f" AND state IN ('P', 'Q') AND due_ms <= {now} AND expires_ms > {now} LIMIT %s",
+            (limit,),
+        )
+        return [Identity(namespace=name, scope=scope, key=each) for name, scope, each in found]
 
     def prune(self, *, limit: int) -> int:
-        """Delete records past their retention, in batches."""
-        return upkeep.prune(self.connections, limit=limit)
+        """Delete records past their retention, in batches, found by the time when they were expected to be.
 
-    def stats(self) -> Stats:
-        """Count the unfinished and the failed records."""
-        return self.connections.run(browse.stats)
+        What lives longer than expected is given its new time and left: a renewal does not write ``prune_ms``, so its
+        index is not written at each beat.
+        """
+        gone = 0
+        while gone < limit:
+            batch = min(limit - gone, PRUNE_BATCH)
+            looked, deleted = self._prune(batch)
+            gone += deleted
+            if looked < batch:
+                break
+        return gone
 
-    def list(
-        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
-    ) -> Page:
-        """Return about ``limit`` of the selected records: the newest claim first, or the one that is kept longest."""
-        return self.connections.run(
-            lambda session: browse.list_records(
-                session, selection, cursor=cursor, limit=limit, look_at=look_at
+    @in_session
+    def _prune(self, session: Session, batch: int) -> tuple[int, int]:
+        """Do one batch; return how many rows were looked at, and how many are gone."""
+        dialect, now = session.dialect, session.dialect.now_ms
+        found = session.rows(
+            f"SELECT digest, token, CASE WHEN expires_ms > {now} THEN 0 WHEN state = 'P' AND {dialect.running} THEN 2"
+            f" ELSE 1 END FROM celery_idempotent_record r WHERE prune_ms <= {now} ORDER BY prune_ms LIMIT %s",
+            (batch,),
+        )
+        over, alive, running = (
+            sorted(bytes(name) for name, _, kind in found if kind == wanted) for wanted in (1, 0, 2)
+        )
+        deleted = 0
+        if over:
+            # Before the rows, so that no crash in between loses a token.
+            session.execute(dialect.raise_mark, (TOKENS, max(token for _, token, _ in found)))
+            deleted = session.execute(
+                f"DELETE FROM celery_idempotent_record WHERE digest IN ({_marks(over)}) AND expires_ms <= {now}"
+                f" AND prune_ms <= {now}",
+                over,
             )
+        for names, end in ((alive, "expires_ms"), (running, f"{now} + 60000")):
+            if names:
+                session.execute(
+                    f"UPDATE celery_idempotent_record SET prune_ms = {end} WHERE digest IN ({_marks(names)})",
+                    names,
+                )
+        return len(found), deleted
+
+    @in_session
+    def stats(self, session: Session) -> Stats:
+        """Count what is unfinished or failed, of each state up to :data:`COUNTED`."""
+        ((now_ms, swept_ms),) = session.rows(
+            f"SELECT {session.dialect.now_ms}, (SELECT value FROM celery_idempotent_mark WHERE id = {SWEPT})"
+        )
+        counts: Counter[str] = Counter()
+        for letter in "QPIF":
+            past = "CASE WHEN deadline_ms <= %s THEN 1 ELSE 0 END"
+            found = session.rows(
+                f"SELECT past, count(*) FROM (SELECT {past} AS past FROM celery_idempotent_record WHERE {UNFINISHED}"
+                f" AND state = '{letter}' AND expires_ms > %s LIMIT %s) s GROUP BY past",
+                (now_ms, now_ms, COUNTED + 1),
+            )
+            for is_past, number in found:
+                ended = {"I": "interrupted", "F": "failed"}.get(letter)
+                counts[ended or ("stale" if is_past else "live")] += number
+        names = ("live", "stale", "interrupted", "failed")
+        return Stats(
+            **{name: min(counts[name], COUNTED) for name in names},
+            now_ms=now_ms,
+            swept_ms=swept_ms,
+            at_least=frozenset(name for name in names if counts[name] > COUNTED),
         )
 
-    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        """Add to the counters of this hour; nothing that a test has counted.
+    @in_session
+    def list(
+        self,
+        session: Session,
+        selection: Selection,
+        *,
+        cursor: str = "",
+        limit: int = 50,
+        look_at: int = 5000,
+    ) -> Page:
+        """Return about ``limit`` of the selected records: the newest claim first, or the one that is kept longest.
 
-        That is written by a thread of its own, outside of the test, or when the test's database is gone.
+        COMPLETED records are in no index but that of prunes.
+
+        Raises:
+            ValueError: for a cursor of another order.
+        """
+        kind, order, where = (
+            ("k", "prune_ms", "0 = 0") if selection.scans else ("n", "token", UNFINISHED)
+        )
+        place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
+        letters = {LETTERS[state] for state in selection.wanted}
+        now_ms, found, looked = _now_ms(session), list[Record](), 0
+        while True:
+            batch = min(look_at - looked, max(4 * limit, 100))
+            rows = _stretch(session, order, where, place, batch)
+            for at, name, namespace, scope, key, *row in rows:
+                looked, place = looked + 1, (at, int.from_bytes(bytes(name), "big"))
+                identity = Identity(namespace=namespace, scope=scope, key=key)
+                if row[STATE] in letters and row[EXPIRES] > now_ms and selection.names(identity):
+                    record = stored_record(identity, row).record
+                    if selection.includes(record, now_ms):
+                        found.append(replace(record, message=None, steps=()))
+                        if len(found) == limit:
+                            break
+            else:
+                if len(rows) < batch:
+                    place = None  # the end
+                    break
+            if len(found) == limit or looked >= look_at:
+                break
+        return Page(
+            records=tuple(found),
+            cursor="" if place is None else write_cursor(kind, *place),
+            looked_at=looked,
+            now_ms=now_ms,
+        )
+
+    # -- beyond the verbs --
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of this hour, and drop those of the hour that is too long ago.
+
+        Nothing that a test has counted: that is written by a thread of its own, outside of the test, or when the test's
+        database is gone.
         """
         if not self.connections.tested:
-            self.connections.run(lambda session: browse.count(session, outcomes))
+            self._count(outcomes)
 
-    def counts(self, *, hours: int) -> Sequence[Counted]:
+    @in_session
+    def _count(self, session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
+        hour = _now_ms(session) // HOUR_MS
+        # In one order: two processes that count the same outcomes in different orders would deadlock.
+        rows = [
+            (hour, task[:255], outcome[:32], number)
+            for (task, outcome), number in sorted(outcomes.items())
+        ]
+        if rows:
+            session.execute(
+                "INSERT INTO celery_idempotent_counter (hour, task, outcome, count) VALUES"
+                f" {', '.join(['(%s, %s, %s, %s)'] * len(rows))}{session.dialect.or_add}",
+                [*itertools.chain(*rows)],
+            )
+        session.execute(
+            "DELETE FROM celery_idempotent_counter WHERE hour <= %s", (hour - COUNTED_HOURS,)
+        )
+
+    @in_session
+    def counts(self, session: Session, *, hours: int) -> Sequence[Counted]:
         """Return the counters of the last hours."""
-        return self.connections.run(lambda session: browse.counts(session, hours=hours))
+        found = session.rows(
+            "SELECT hour, task, outcome, count FROM celery_idempotent_counter WHERE hour >= %s ORDER BY 1, 2, 3",
+            (_now_ms(session) // HOUR_MS - min(hours, COUNTED_HOURS) + 1,),
+        )
+        return [
+            Counted(hour=hour, task=task, outcome=outcome, count=number)
+            for hour, task, outcome, number in found
+        ]
 
-    def note_sweep(self) -> None:
+    @in_session
+    def note_sweep(self, session: Session) -> None:
         """Note that a sweep ended just now."""
-        self.connections.run(browse.note_sweep)
+        session.execute(session.dialect.raise_mark, (SWEPT, _now_ms(session)))
+
+    @in_session
+    def now_ms(self, session: Session) -> int:
+        """Return the time by the database's clock."""
+        return _now_ms(session)
 
     def missing_bounds(self) -> Sequence[str]:
         """Return the options that would bound the waits for a server that stays silent, and are not set.
@@ -166,10 +370,6 @@ class DjangoStore(Store):
             StoreMisconfigured: if Django's settings do not have this database.
         """
         return missing_bounds(self.connections.own())
-
-    def now_ms(self) -> int:
-        """Return the time by the database's clock."""
-        return self.connections.run(browse.database_ms)
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""
@@ -184,8 +384,8 @@ class DjangoStore(Store):
 
     def committed(self, record: Record) -> bool:
         """Wait for the end of the transaction that settled this claim, and tell whether it was committed."""
-        give_up, attempt, name = time.monotonic() + _COMMIT_SECONDS, 0, digest(record.identity)
-        while self.connections.run(lambda session: upkeep.is_running(session, name, record.token)):
+        give_up, attempt = time.monotonic() + _COMMIT_SECONDS, 0
+        while self._is_running(record):
             attempt += 1
             if not backoff.pause(attempt, until=give_up, first=0.02, longest=0.5):
                 raise StoreUnavailable(f"the transaction of {record.identity} is not over yet")
@@ -199,6 +399,17 @@ class DjangoStore(Store):
         )
         atomic.resolve_commit(record, committed=done)
         return done
+
+    @in_session
+    def _is_running(self, session: Session, record: Record) -> bool:
+        """Is a session, of whatever process, within the transaction of this claim's run?"""
+        return bool(
+            session.rows(
+                "SELECT 1 FROM celery_idempotent_record r"
+                f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
+                (digest(record.identity), record.token),
+            )
+        )
 
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""
@@ -220,6 +431,31 @@ class DjangoStore(Store):
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""
         self.connections.close()
+
+
+def _now_ms(session: Session) -> int:
+    ((now_ms,),) = session.rows(f"SELECT {session.dialect.now_ms}")
+    return int(now_ms)
+
+
+def _stretch(
+    session: Session, order: str, where: str, place: tuple[int, ...] | None, batch: int
+) -> Sequence[tuple[Any, ...]]:
+    after, params = "", tuple[object, ...]()
+    if place is not None:
+        after = f" AND {order} <= %s AND ({order} < %s OR digest < %s)"
+        # The number of a made-up cursor may be too large for a digest.
+        name = (place[1] % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big")
+        params = (place[0], place[0], name)
+    return session.rows(
+        f"SELECT {order}, digest, namespace, scope, {session.dialect.key}, {_SUMMARY} FROM celery_idempotent_record"
+        f" WHERE {where}{after} ORDER BY {order} DESC, digest DESC LIMIT %s",
+        (*params, batch),
+    )
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join(["%s"] * len(values))
 
 
 def open_django(url: str) -> DjangoStore:

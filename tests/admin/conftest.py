@@ -64,7 +64,7 @@ def database(project: None) -> Iterator[None]:
         User,
         models.Record,
         models.Counter,
-        models.Sweep,
+        models.Mark,
     ):
         model._default_manager.all().delete()
 

@@ -39,7 +39,7 @@ __all__ = [
 VENDORS = ("postgresql", "mariadb", "sqlite")
 #: A server, and SQLite, where a verb becomes part of the caller's transaction: for what is no matter of statements.
 KINDS = ("postgresql", "sqlite", pytest.param("mariadb", marks=pytest.mark.wide))
-TABLES = ("record", "highwatermark", "counter", "outbox", "sweep")
+TABLES = ("record", "mark", "counter", "outbox")
 _POSTGRESQL = os.environ.get(
     "CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432"
 )

@@ -24,6 +24,7 @@ from celery_idempotent.records import (
     State,
 )
 from celery_idempotent.stores import Store
+from tests.sql.databases import rows
 from tests.sql.test_contract import SQLContract
 
 #: The second has psycopg prepare even the first use of a statement.
@@ -72,6 +73,22 @@ def test_an_atomic_run_works_there_and_the_task_has_the_cursors_of_the_project(s
                 cursor.execute("SELECT %s::int", (n,))
             assert run.settle(completed(record))
         assert isinstance(store.claim(request(f"{n}")), Settled)
+
+
+def test_an_atomic_run_has_its_own_statements_prepared_and_not_those_of_the_task(use_database):
+    """What is left of it on the connection is nothing that a pooler before other statements would mind."""
+    store = DjangoStore(use_database("postgresql"))
+    for n in range(2):
+        record = store.claim(request(f"{n}")).record
+        with store.transaction(record) as run:
+            with connections[store.alias].cursor() as cursor:
+                cursor.execute("SELECT %s::int", (n,))
+            assert run.settle(completed(record))
+    raw = connections[store.alias].connection
+    assert (raw.prepare_threshold, hasattr(raw.cursor(), "mogrify")) == (None, True)
+    found = rows(store.alias, "SELECT statement FROM pg_prepared_statements ORDER BY prepare_time")
+    assert [statement.split()[0] for (statement,) in found] == ["SELECT", "UPDATE"]
+    store.close()
 
 
 @pytest.mark.wide

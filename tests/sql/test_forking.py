@@ -1,4 +1,4 @@
-"""A fork and a verb inside SQLite wait for each other, and neither for ever."""
+"""A fork and a verb inside SQLite wait for each other, and no fork for ever."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 pytest.importorskip("django")
 
-from celery_idempotent.django.sql import forking
-from celery_idempotent.django.sql.forking import unforked
+from celery_idempotent.django.sql import connections
+from celery_idempotent.django.sql.connections import unforked
 from tests.support.waiting import wait_for
 
 
 def fork() -> int:
     pid = os.fork()
     if not pid:
-        os._exit(len(forking._inside) + len(forking._forking))
+        os._exit(len(connections._inside) + connections._forking.locked())
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -38,8 +38,8 @@ def test_a_fork_waits_until_no_thread_is_inside():
     assert fork() == 0
     assert left
     thread.join()
-    assert not forking._inside
-    assert not forking._forking
+    assert not connections._inside
+    assert not connections._forking.locked()
 
 
 def test_a_fork_by_the_thread_that_is_inside_does_not_wait_for_itself():
@@ -48,8 +48,7 @@ def test_a_fork_by_the_thread_that_is_inside_does_not_wait_for_itself():
     assert fork() == 0
 
 
-def test_a_verb_waits_for_a_fork(monkeypatch):
-    monkeypatch.setattr(forking, "_forking", [time.monotonic()])
+def test_a_verb_waits_for_a_fork():
     entered = threading.Event()
 
     def verb() -> None:
@@ -57,17 +56,14 @@ def test_a_verb_waits_for_a_fork(monkeypatch):
             entered.set()
 
     thread = threading.Thread(target=verb)
-    thread.start()
-    assert not entered.wait(0.1)
-    forking._forking.clear()
+    with connections._forking:
+        thread.start()
+        assert not entered.wait(0.1)
     wait_for(entered.is_set, what="the verb")
     thread.join()
 
 
-def test_neither_waits_for_ever(monkeypatch):
-    monkeypatch.setattr(forking, "_MAX_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(forking, "_inside", {-1: None})
+def test_a_fork_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(connections, "_FORK_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "_inside", {-1: None})
     assert fork() == 0
-    monkeypatch.setattr(forking, "_forking", [time.monotonic() - 1])
-    with unforked():
-        pass

@@ -114,11 +114,11 @@ def test_every_statement_may_meet_another_session(
     seen: list[str] = []
     members = {"sessions": itertools.cycle(opened), "seen": seen}
     rotating = type("Rotating", (Rotating,), members)
-    words = store.connections.dialect(opened[0])
+    dialect = store.connections.session_of(opened[0]).dialect
 
     @contextlib.contextmanager
     def session(self: Connections, own: Any) -> Iterator[Session]:
-        yield rotating(opened[0], words)
+        yield rotating(opened[0], dialect)
 
     monkeypatch.setattr(Connections, "_session", session)
     use_every_verb(store)
@@ -163,7 +163,10 @@ class TestPgBouncer:
     """In transaction mode: two sessions of the server for whoever comes."""
 
     def test_every_verb(self, open_pooled):
-        use_every_verb(open_pooled(default_pool_size=2))
+        store = open_pooled(default_pool_size=2)
+        for _ in range(2):
+            use_every_verb(store)
+        assert store.connections.prepares is False
 
     @pytest.mark.parametrize("wait", [True, False], ids=["ended by the pooler", "for ever"])
     def test_frozen_runs_that_hold_all_sessions_keep_the_claim_out_that_would_end_them(

@@ -27,8 +27,8 @@ pytest.importorskip("django")
 
 from django.db import connections
 
-from celery_idempotent.django.sql import upkeep
-from celery_idempotent.django.sql.look import Look
+from celery_idempotent.django import store as django_store
+from celery_idempotent.django.sql.rows import Look
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
@@ -64,7 +64,7 @@ def prune_ms(store: DjangoStore) -> int:
 def test_a_prune_works_in_batches_until_nothing_is_over(
     store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(upkeep, "PRUNE_BATCH", 7)
+    monkeypatch.setattr(django_store, "PRUNE_BATCH", 7)
     for identity in MANY[:30]:
         settle(store, claimed(store, identity))
     shift(store, HOUR)
@@ -179,7 +179,7 @@ def test_counts_are_bounded_and_say_so(
     open_store: Callable[..., DjangoStore], vendor: str, monkeypatch: pytest.MonkeyPatch
 ):
     store = open_store(vendor)
-    monkeypatch.setattr("celery_idempotent.django.sql.browse.COUNTED", 3)
+    monkeypatch.setattr(django_store, "COUNTED", 3)
 
     def make(number: int, **changes: Any) -> Record:
         asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 900_000, **changes}

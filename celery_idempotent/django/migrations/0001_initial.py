@@ -31,10 +31,10 @@ class Migration(migrations.Migration):
 
     operations: ClassVar[list[Operation]] = [
         migrations.CreateModel(
-            name="HighWaterMark",
+            name="Mark",
             fields=[
                 ("id", models.SmallIntegerField(primary_key=True, serialize=False)),
-                ("token", models.BigIntegerField()),
+                ("value", models.BigIntegerField()),
             ],
             options={"default_permissions": ()},
         ),
@@ -81,14 +81,6 @@ class Migration(migrations.Migration):
                     UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished")
                 ],
             },
-        ),
-        migrations.CreateModel(
-            name="Sweep",
-            fields=[
-                ("id", models.SmallIntegerField(primary_key=True, serialize=False)),
-                ("ended_ms", models.BigIntegerField()),
-            ],
-            options={"default_permissions": ()},
         ),
         migrations.CreateModel(
             name="Counter",

@@ -32,10 +32,9 @@ from django.db import Error, OperationalError
 from django.db.transaction import Atomic
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.connections import Connections, Session
-from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, Kind, error_code, kind
-from celery_idempotent.django.sql.look import settle_claim
-from celery_idempotent.django.sql.rows import OPEN, digest
+from celery_idempotent.django.sql.connections import Connections
+from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, error_code, kind
+from celery_idempotent.django.sql.rows import OPEN, digest, settle_claim
 from celery_idempotent.errors import (
     IdempotencyError,
     LeaseLost,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAVEPOINT, _STEP = "celery_idempotent_run", "celery_idempotent_step"
+_SAVEPOINT = "celery_idempotent_run"
 _OURS = f"digest = %s AND token = %s AND {OPEN}"
 #: How long to wait for an earlier session of the same claim: the server may not know yet that it is gone.
 _LOCK_SECONDS = 2.0
@@ -103,9 +102,7 @@ class ClaimTransaction:
     :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went.
     """
 
-    def __init__(
-        self, connections: Connections, own: BaseDatabaseWrapper, record: Record | None
-    ) -> None:
+    def __init__(self, connections: Connections, record: Record | None) -> None:
         self.record = record
         #: Is it open?
         self.running = False
@@ -113,8 +110,9 @@ class ClaimTransaction:
         self.lost = False
         #: The functions that wait for the commit, if its answer was lost.
         self.waiting: list[Callable[[], object]] = []
-        self._own = own
-        self._session = Session(own, connections.dialect(own))
+        self._own = own = connections.own()
+        self._session = connections.session_of(own)
+        self._prepares = connections.prepares
         #: Is it within the transaction of a TestCase?
         self.nested = own.in_atomic_block
         self._block = Atomic(connections.alias, True, False)
@@ -138,20 +136,14 @@ class ClaimTransaction:
     def outside(self) -> Iterator[None]:
         """Refuse statements that write, for the length of a step: what it did stays when the run is rolled back.
 
-        By the database itself: a savepoint that is read-only on PostgreSQL, ``PRAGMA query_only`` on SQLite. MariaDB
-        and MySQL have nothing of the kind within a transaction.
+        By the database itself; MariaDB and MySQL have nothing of the kind within a transaction.
 
         Raises:
             IdempotencyError: for a statement that writes.
         """
-        before, after = {
-            "postgresql": (
-                f"SAVEPOINT {_STEP}; SET LOCAL transaction_read_only = on",
-                f"ROLLBACK TO SAVEPOINT {_STEP}; RELEASE SAVEPOINT {_STEP}",
-            ),
-            "sqlite": ("PRAGMA query_only = 1", "PRAGMA query_only = 0"),
-        }.get(self._own.vendor, ("", ""))
-        self._execute_all(before)
+        before, after = self._session.dialect.read_only
+        for statement in before:
+            self._session.execute(statement)
         try:
             yield
         except Error as error:
@@ -164,55 +156,46 @@ class ClaimTransaction:
         finally:
             if self._own.connection is not None:
                 with suppress(Error):
-                    self._execute_all(after)
+                    for statement in after:
+                        self._session.execute(statement)
 
-    def _execute_all(self, statements: str) -> None:
-        for statement in filter(None, statements.split("; ")):
-            self._session.execute(statement)
+    def begin(self) -> bool:
+        """Begin, take the lock and set the time-out, in one statement on PostgreSQL.
 
-    def begin(self) -> None:
-        """Begin, take the lock and set the time-out; in one statement on PostgreSQL.
+        Returns ``False`` if another session is still in the transaction of this very claim: the server may not know yet
+        that it is gone.
 
         Raises:
             LeaseLost: if the claim is over.
-            StoreUnavailable: if another session is still in the transaction of this very claim.
         """
-        give_up, attempt = time.monotonic() + _LOCK_SECONDS, 0
-        while True:
-            attempt += 1
-            self.running = True
-            if not self.nested:
-                # Django leaves that of an earlier transaction there.
-                self._own.rollback_exc = None  # type: ignore[attr-defined]
-            if self._own.vendor == "mysql":
-                found = self._lock_session()
-            self._block.__enter__()
-            self._entered = True
-            if self._own.vendor != "mysql":
-                found = self._lock_transaction()
-            if self.record is None:
-                return
-            if found == [(1,)]:
-                break
-            self.roll_back(LeaseLost())
-            if not found:
-                raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
-            if not backoff.pause(attempt, until=give_up, first=0.02, longest=0.2):
-                raise StoreUnavailable(
-                    f"another session is still in the transaction of the claim of {self.record.identity}"
-                )
-        if self._own.vendor != "postgresql":
+        vendor, self.running = self._own.vendor, True
+        if not self.nested:
+            # Django leaves that of an earlier transaction there.
+            self._own.rollback_exc = None  # type: ignore[attr-defined]
+        found = self._lock_session() if vendor == "mysql" else []
+        self._block.__enter__()
+        self._entered = True
+        if vendor != "mysql":
+            found = self._lock_row() if vendor == "postgresql" else self._lock_all()
+        if self.record is None:
+            return True
+        if not found:
+            raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
+        if vendor != "postgresql":
             self._session.execute(f"SAVEPOINT {_SAVEPOINT}")
+        return found == [(1,)]
 
-    def _lock_transaction(self) -> list[tuple[Any, ...]]:
-        """Return ``[(1,)]`` if the lock is ours, ``[(0,)]`` if it is another's, nothing if the claim is over."""
+    # Each returns ``[(1,)]`` if the lock is ours, ``[(0,)]`` if it is another's, nothing if the claim is over.
+
+    def _lock_all(self) -> list[tuple[Any, ...]]:
+        """Take SQLite's write lock first thing, by a write: a reader cannot wait for that later."""
         claim = (b"", 0) if self.record is None else _claim_of(self.record)
-        if self._own.vendor == "sqlite":
-            # A write, so that it takes the write lock first thing: a reader cannot wait for that later.
-            ours = self._session.execute(
-                f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}", claim
-            )
-            return [(1,)] if ours else []
+        ours = self._session.execute(
+            f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}", claim
+        )
+        return [(1,)] * ours
+
+    def _lock_row(self) -> list[tuple[Any, ...]]:
         if self.record is None:
             return []
         lease_ms = _lease_ms(self.record)
@@ -221,20 +204,22 @@ class ClaimTransaction:
             # For a client that takes no more of a result, over TCP.
             "tcp_user_timeout": lease_ms,
         }
-        if self._own.connection.info.server_version >= 140_000:
+        raw: Any = self._own.connection
+        if raw.info.server_version >= 140_000:
             # For a statement of a worker that was killed: without, the server goes on with it.
             bounds["client_connection_check_interval"] = min(lease_ms, _CHECK_MS)
-        found = self._session.rows(
-            f"SELECT CASE WHEN pg_try_advisory_xact_lock({POSTGRESQL_LOCK}) THEN 1 ELSE 0 END,"
-            f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
-            " set_config('celery_idempotent.token', r.token::text, true)"
-            f" FROM celery_idempotent_record r WHERE {_OURS}",
-            claim,
-        )
+        with self._prepared():
+            found = self._session.rows(
+                f"SELECT CASE WHEN pg_try_advisory_xact_lock({POSTGRESQL_LOCK}) THEN 1 ELSE 0 END,"
+                f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
+                " set_config('celery_idempotent.token', r.token::text, true)"
+                f" FROM celery_idempotent_record r WHERE {_OURS}",
+                _claim_of(self.record),
+            )
         return [row[:1] for row in found]
 
     def _lock_session(self) -> list[tuple[Any, ...]]:
-        """The same before the BEGIN, since lock and time-out are the session's; :meth:`_unlock` undoes both."""
+        """Take the lock before the BEGIN: it and the time-out are the session's, and :meth:`_unlock` undoes both."""
         if self.record is None:
             return []
         # MySQL has no time-out for transactions: the session's own does it.
@@ -256,6 +241,22 @@ class ClaimTransaction:
         name, token = _claim_of(self.record)
         return f"celery_idempotent:{name.hex().upper()}{token}"
 
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Have psycopg prepare what is executed here: planning it takes the server longer than executing it."""
+        raw: Any = self._own.connection
+        if not self._prepares:
+            yield
+            return
+        from psycopg import Cursor
+
+        before = raw.cursor_factory, raw.prepare_threshold
+        raw.cursor_factory, raw.prepare_threshold = Cursor, 0
+        try:
+            yield
+        finally:
+            raw.cursor_factory, raw.prepare_threshold = before
+
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state with the task's own writes; ``False`` if another has the key by now.
 
@@ -264,58 +265,41 @@ class ClaimTransaction:
             StoreUnavailable: if the record could not be reached: roll back, and try again.
             Error: what befell the transaction as a whole, a serialization failure for instance.
         """
-        own, session, record = self._own, self._session, request.record
-        if self.record is None:
-            raise StoreMisconfigured("this transaction has no claim to settle")
+        own, session, identity = self._own, self._session, request.record.identity
         if own.closed_in_transaction or own.connection is None:
             raise TransactionEnded(_CLOSED)
         if own.needs_rollback:
-            raise self._doomed()
-        mine = _claim_of(self.record) == _claim_of(record)
+            cause: Any = own.rollback_exc  # type: ignore[attr-defined]
+            if isinstance(cause, Error) and kind(cause, own.vendor) == "lost":
+                raise SessionLost from cause
+            raise TransactionEnded(_BROKEN) from cause
         try:
-            if mine and own.vendor != "postgresql":
+            if own.vendor != "postgresql":
                 # Set first thing in the transaction, so it exists only as long as the transaction does.
                 session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
-            if settle_claim(session, request, atomic=True):
-                return True
-            if mine and own.vendor == "postgresql":
-                name = "current_setting('celery_idempotent.token', true)"
-                if session.rows(f"SELECT {name}") != [(str(record.token),)]:
+            with self._prepared():
+                settled = settle_claim(session, request, atomic=True)
+            if own.vendor == "postgresql" and not settled:
+                ((token,),) = session.rows(
+                    "SELECT current_setting('celery_idempotent.token', true)"
+                )
+                if token != str(request.record.token):
                     raise TransactionEnded(_ENDED)
         except Error as error:
-            trouble = kind(error, own.vendor)
+            code, trouble = error_code(error), kind(error, own.vendor)
             if trouble == "conflict":
                 raise
-            raise self._settle_error(error, trouble, record) from error
-        return False
-
-    def _doomed(self) -> Exception:
-        """Return why a transaction that is marked for rollback can settle nothing: its session may be lost."""
-        own = self._own
-        cause = getattr(own, "rollback_exc", None)
-        own.needs_rollback = False
-        try:
-            self._session.execute("SELECT 1")
-        except Error as error:
-            if kind(error, own.vendor) == "lost":
-                return SessionLost()
-        finally:
-            own.needs_rollback = True
-        ended = TransactionEnded(_BROKEN)
-        ended.__cause__ = cause
-        return ended
-
-    def _settle_error(self, error: Error, trouble: Kind, record: Record) -> Exception:
-        if trouble == "lost":
-            return SessionLost()
-        if error_code(error) == _ABORTED:
-            return TransactionEnded(_BROKEN)
-        if error_code(error) in _NO_SAVEPOINT or "no such savepoint" in str(error):
-            return TransactionEnded(_ENDED)
-        return StoreUnavailable(
-            f"the record of {record.identity} could not be settled in the task's transaction"
-            f" ({type(error).__name__})"
-        )
+            if trouble == "lost":
+                raise SessionLost from error
+            if code == _ABORTED:
+                raise TransactionEnded(_BROKEN) from error
+            if code in _NO_SAVEPOINT or "no such savepoint" in str(error):
+                raise TransactionEnded(_ENDED) from error
+            raise StoreUnavailable(
+                f"the record of {identity} could not be settled in the task's transaction"
+                f" ({type(error).__name__})"
+            ) from error
+        return settled
 
     def commit(self) -> None:
         """Commit. What waits for that (``on_commit``) does not undo it: an exception there is logged, not raised."""
@@ -394,7 +378,7 @@ def transaction(connections: Connections, record: Record | None) -> Iterator[Cla
             "an idempotency_atomic task commits its own writes with its record, so it cannot run"
             " inside another transaction: call it outside of atomic()"
         )
-    run = _begun(connections, own, record)
+    run = _begun(connections, record)
     try:
         yield run
         if run.running:
@@ -407,29 +391,33 @@ def transaction(connections: Connections, record: Record | None) -> Iterator[Cla
         raise
 
 
-def _begun(
-    connections: Connections, own: BaseDatabaseWrapper, record: Record | None
-) -> ClaimTransaction:
-    """Begin, once more if the server had closed the connection: nothing has run yet."""
-    for again in (True, False):
-        run = ClaimTransaction(connections, own, record)
+def _begun(connections: Connections, record: Record | None) -> ClaimTransaction:
+    """Begin, again if the server had closed the connection or has an earlier one of this claim: nothing has run yet."""
+    attempt, own = 0, connections.own()
+    pause = partial(backoff.pause, until=time.monotonic() + _LOCK_SECONDS, first=0.02, longest=0.2)
+    while True:
+        attempt += 1
+        run = ClaimTransaction(connections, record)
         if record is not None:
             _runs[record.identity, record.token] = run
         try:
-            run.begin()
+            begun = run.begin()
         except Error as error:
-            trouble: Kind = kind(error, own.vendor)
             run.roll_back(error)
             if not run.nested:
                 drop(own)
-            if trouble != "lost" or not again:
-                raise connections.trouble(error, trouble) from error
+            if kind(error, own.vendor) != "lost" or not pause(attempt):
+                raise connections.trouble(error) from error
+            continue
         except BaseException as error:
             run.roll_back(error)
             raise
-        else:
+        if begun:
             return run
-    raise AssertionError("unreachable")
+        earlier = StoreUnavailable("another session is still in the transaction of this claim")
+        run.roll_back(earlier)
+        if not pause(attempt):
+            raise earlier
 
 
 def runs_here(identity: Identity, token: int) -> bool:

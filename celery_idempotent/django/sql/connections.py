@@ -13,6 +13,11 @@ second.
 
 Two exceptions, where a verb is part of the thread's transaction: SQLite, whose one write lock a second connection would
 wait for, and a ``TestCase``, which rolls back all that the test wrote.
+
+A fork and SQLite are kept apart. SQLite has mutexes in the process's memory, and a fork copies them locked, without the
+thread that would unlock them: the child's first query would wait for ever. A worker's main process forks to replace a
+lost child, and interrupts that child's claim, in another thread, at the same time. So a fork waits until no verb is
+inside SQLite, and a verb until the fork is done; both for milliseconds.
 """
 
 from __future__ import annotations
@@ -20,11 +25,12 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
@@ -32,8 +38,7 @@ from django.db.transaction import atomic
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
-from celery_idempotent.django.sql.forking import unforked
+from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect_of, error_code, kind
 from celery_idempotent.django.testcases import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
@@ -50,6 +55,10 @@ _WAIT_SECONDS = 2.0
 #: How many idle ones stay open, and for how long.
 MAX_IDLE = 2
 _MAX_AGE = 60.0
+#: How often a statement is executed before psycopg prepares it.
+_PREPARE_AFTER = 3
+#: After so long a fork goes ahead regardless: waiting for ever would be as bad as what it prevents.
+_FORK_SECONDS = 5.0
 
 #: A value of so many bytes fits into every statement; beside a value a statement has fewer than so many bytes.
 _SMALL = 256 * 1024
@@ -60,13 +69,16 @@ _ESCAPED = (b"\0", b"\n", b"\r", b"\x1a", b'"', b"'", b"\\")
 _NO_TABLE = ("42P01", 1146)
 #: Django takes it where it is there, else psycopg2.
 _PSYCOPG_3 = find_spec("psycopg") is not None
-#: A statement that was prepared is not there, or there already; its plan no longer fits the table.
-_NOT_PREPARED = ("26000", "42P05", "0A000")
 
 #: Connections that a fork copied: their sockets are the parent's. Using them would mix the answers of both processes,
 #: and closing them (as the garbage collector does) would end the parent's session. So they are referenced for ever.
 _inherited: list[object] = []
 _known: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+#: The threads inside SQLite. A dict, since adding and removing are single instructions: a signal handler may raise an
+#: exception between any two.
+_inside: dict[int, None] = {}
+_forking = threading.Lock()
 
 
 class _Changed(Exception):
@@ -76,9 +88,9 @@ class _Changed(Exception):
 class Session:
     """One connection for the length of one verb."""
 
-    def __init__(self, connection: BaseDatabaseWrapper, words: Dialect) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper, dialect: Dialect) -> None:
         self.connection = connection
-        self.dialect = words
+        self.dialect = dialect
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
@@ -96,7 +108,7 @@ class Session:
     def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
         if self.execute(sql, params) != 1:
-            self.again()
+            raise _Changed
 
     def takes(self, value: bytes) -> bool:
         """Does a statement with this value fit? MySQL and MariaDB end the session of a client that sends more."""
@@ -106,22 +118,18 @@ class Session:
         ((most,),) = self.rows("SELECT @@max_allowed_packet")
         return len(value) + escaped + _REST_OF_STATEMENT < int(most)
 
-    def again(self) -> NoReturn:
-        """Let the verb begin again: what it read has changed since."""
-        raise _Changed
-
 
 class Connections:
     """The store's own connections of this process to the database of one alias."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-        self._dialect: Dialect | None = None
-        #: Does the server keep what it planned?
-        self._prepares = True
+        #: May psycopg prepare statements? ``None``: not known before the first connection.
+        self.prepares: bool | None = None
         #: Was a verb used by a test? Then this process writes nothing more in the background: after the test, the alias
         #: stands for the project's own database again.
         self.tested = False
+        self._dialect: Dialect | None = None
         self._begin_empty()
         _known.add(self)
 
@@ -133,10 +141,16 @@ class Connections:
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(MAX_OPEN):
             self._tickets.put(None)
-        self._pid = os.getpid()
         # The heartbeat's thread may write counters after the store was closed: then a connection is idle again, and
         # is closed with the store that nothing refers to any more.
-        weakref.finalize(self, _close_open, self._open, self._pid).atexit = False
+        self._at_end = weakref.finalize(self, _close_all, self._open)
+        self._at_end.atexit = False
+
+    def forget_inherited(self) -> None:
+        """Leave the connections of the parent alone, in a forked child."""
+        self._at_end.detach()
+        _inherited.append(self._open)
+        self._begin_empty()
 
     def run(self, work: Callable[[Session], T]) -> T:
         """Do a verb, again if it collided with another or its connection was dead.
@@ -145,8 +159,8 @@ class Connections:
             StoreUnavailable: if trying again may help.
             StoreMisconfigured: if it will not.
         """
-        give_up = time.monotonic() + _RETRY_SECONDS
-        attempt, lost, own = 0, False, self.own()
+        give_up, own = time.monotonic() + _RETRY_SECONDS, self.own()
+        attempt, lost = 0, False
         while True:
             attempt += 1
             error: Error | None = None
@@ -158,14 +172,9 @@ class Connections:
                 pass
             except Error as found:
                 error, trouble = found, kind(found, own.vendor)
-            if error is not None and self.joined():
-                # Part of the thread's transaction: nothing can be repeated.
-                raise self.trouble(error, trouble) from error
-            if error is not None and error_code(error) in _NOT_PREPARED and attempt <= MAX_OPEN:
-                # A pooler gave the session of another client: connections that are opened from now on prepare nothing.
-                self._prepares = False
-                self.close()
-                continue
+                if self.joined():
+                    # Part of the thread's transaction: nothing can be repeated.
+                    raise self.trouble(found) from found
             if trouble == "lost" and not lost:
                 lost = True
                 self.close()  # the idle ones are dead as well
@@ -174,14 +183,16 @@ class Connections:
             if trouble not in ("conflict", "duplicate") or not backoff.pause(
                 attempt, until=give_up, first=0.002, longest=0.05
             ):
-                raise self.trouble(error, trouble) from error
+                raise self.trouble(error) from error
 
     def joined(self) -> bool:
         """Would a verb become part of the thread's transaction?"""
         own = self.own()
         if in_testcase(own):
             return True
-        return own.vendor == "sqlite" and _in_transaction(own) and not own.needs_rollback
+        if own.vendor != "sqlite" or own.needs_rollback:
+            return False
+        return own.in_atomic_block or (own.connection is not None and own.connection.in_transaction)
 
     def own(self) -> BaseDatabaseWrapper:
         """Return the thread's own connection, open or not."""
@@ -195,28 +206,25 @@ class Connections:
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
-    def dialect(self, connection: BaseDatabaseWrapper) -> Dialect:
-        """Return the SQL of this database."""
+    def session_of(self, connection: BaseDatabaseWrapper) -> Session:
+        """Return the session of a connection to this database."""
         if self._dialect is None:
-            self._dialect = dialect(connection.vendor)
-        return self._dialect
+            self._dialect = dialect_of(connection.vendor)
+        return Session(connection, self._dialect)
 
     def close(self) -> None:
         """Close the idle connections."""
-        self._forget_after_fork()
         with contextlib.suppress(IndexError):
             while True:
                 self._close(self._idle.pop()[1])
 
-    def trouble(
-        self, error: Exception | None, trouble: Kind
-    ) -> StoreUnavailable | StoreMisconfigured:
+    def trouble(self, error: Error | None) -> StoreUnavailable | StoreMisconfigured:
         """Return our error for what the database raised: by whether trying again may help."""
-        where = f"the database {self.alias!r}"
-        if error is None or trouble == "duplicate":
+        where, what = f"the database {self.alias!r}", error and kind(error, self.own().vendor)
+        if error is None or what == "duplicate":
             return StoreUnavailable(f"{where}: too many others wrote the same record")
         # Never the text of an error about data: it quotes the data, which may be secret.
-        if trouble == "misconfigured":
+        if what == "misconfigured":
             hint = "its log says why"
             if error_code(error) in _NO_TABLE or "no such table" in str(error):
                 hint = "put celery_idempotent.django in INSTALLED_APPS and run manage.py migrate"
@@ -231,31 +239,30 @@ class Connections:
         """Give the connection for one verb; if it breaks, close it, so that no later query gets a broken one."""
         self.tested = self.tested or under_test()
         if in_testcase(own):
-            with atomic(
-                self.alias
-            ):  # a statement that fails shall not break the test's transaction
-                yield Session(own, self.dialect(own))
+            # A statement that fails shall not break the test's transaction.
+            with atomic(self.alias):
+                yield self.session_of(own)
         elif own.vendor == "sqlite" and not own.needs_rollback:
             with unforked():
-                yield Session(own, self.dialect(own))
+                yield self.session_of(own)
         else:
             with self._lent() as connection:
-                yield Session(connection, self.dialect(connection))
+                yield self.session_of(connection)
 
     @contextlib.contextmanager
     def _lent(self) -> Iterator[BaseDatabaseWrapper]:
-        self._forget_after_fork()
         tickets, got = self._tickets, True
         # An exception out of a signal handler may lose a ticket for good. After the wait the verb goes on without one.
         try:
             tickets.get(timeout=_WAIT_SECONDS)
         except queue.Empty:
             got = False
-        connection = None
         try:
             connection = self._newest_idle() or self._new()
             sound = False
             try:
+                if connection.connection is None:
+                    self._connect(connection)
                 yield connection
                 sound = True
             except (_Changed, IdempotencyError):
@@ -281,12 +288,9 @@ class Connections:
                 used, connection = self._idle.pop()
             except IndexError:
                 return None
-            settings = connection.settings_dict
-            age = time.monotonic() - used
+            most = max(_MAX_AGE, connection.settings_dict["CONN_MAX_AGE"] or 0)
             # During tests an alias stands for another database.
-            if age < max(_MAX_AGE, settings["CONN_MAX_AGE"] or 0) and (
-                settings["NAME"] == connections[self.alias].settings_dict["NAME"]
-            ):
+            if time.monotonic() - used < most and not under_test():
                 return connection
             self._close(connection)
 
@@ -295,10 +299,8 @@ class Connections:
         settings = connection.settings_dict
         left_out = ("pool", "server_side_binding", "isolation_level", "prepare_threshold")
         options = {name: each for name, each in settings["OPTIONS"].items() if name not in left_out}
-        pooled = settings.get("DISABLE_SERVER_SIDE_CURSORS")
-        if connection.vendor == "postgresql" and _PSYCOPG_3 and self._prepares and not pooled:
-            # psycopg has the server plan each statement once: planning a claim takes it longer than executing it.
-            options |= {"server_side_binding": True, "prepare_threshold": 3}
+        if connection.vendor == "postgresql" and _PSYCOPG_3:
+            options["server_side_binding"] = True
         if connection.vendor == "mysql":
             # Never READ UNCOMMITTED: what is not committed may never be.
             options["isolation_level"] = "read committed"
@@ -307,42 +309,65 @@ class Connections:
         self._open.add(connection)
         return connection
 
+    def _connect(self, connection: BaseDatabaseWrapper) -> None:
+        """Open it. psycopg has the server plan a statement once: planning a claim takes longer than executing it."""
+        connection.ensure_connection()
+        raw = connection.connection
+        if connection.vendor != "postgresql" or not _PSYCOPG_3 or raw is None:
+            return
+        if self.prepares is None:
+            # A pooler says that it is the session, and a statement may find another one than prepared it.
+            ((session,),) = self.session_of(connection).rows("SELECT pg_backend_pid()")
+            pooled = connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+            self.prepares = session == raw.info.backend_pid and not pooled
+        if self.prepares:
+            raw.prepare_threshold = _PREPARE_AFTER
+
     def _close(self, connection: BaseDatabaseWrapper) -> None:
         self._open.discard(connection)
-        _close_raw(connection)
-
-    def _forget_after_fork(self) -> None:
-        if self._pid != os.getpid():
-            _inherited.append(self._open)
-            self._begin_empty()
+        _close_all({connection})
 
 
-def _in_transaction(own: BaseDatabaseWrapper) -> bool:
-    raw = own.connection
-    return own.in_atomic_block or (raw is not None and bool(raw.in_transaction))
-
-
-def _close_raw(connection: BaseDatabaseWrapper) -> None:
+def _close_all(opened: set[BaseDatabaseWrapper]) -> None:
     # Not by Django's own close(): it refuses wherever an event loop runs, and garbage is collected there, too.
-    raw, connection.connection = connection.connection, None
-    if raw is not None:
-        with contextlib.suppress(Exception):
-            raw.close()
+    for connection in opened:
+        raw, connection.connection = connection.connection, None
+        if raw is not None:
+            with contextlib.suppress(Exception):
+                raw.close()
 
 
-def _close_open(opened: set[BaseDatabaseWrapper], pid: int) -> None:
-    """Close connections that this process opened."""
-    if pid == os.getpid():
-        for connection in opened:
-            _close_raw(connection)
-        opened.clear()
+@contextlib.contextmanager
+def unforked() -> Iterator[None]:
+    """Let this process not fork during the block; blocks may be nested."""
+    me = threading.get_ident()
+    if me in _inside:
+        yield
+        return
+    try:
+        with _forking:
+            _inside[me] = None
+        yield
+    finally:
+        _inside.pop(me, None)
 
 
-def _close_all() -> None:
-    """Close the idle connections before a fork, so that the child gets no copy of them."""
+def _before_fork() -> None:
+    _forking.acquire()
+    me, until = threading.get_ident(), time.monotonic() + _FORK_SECONDS
+    while any(each != me for each in tuple(_inside)) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def _after_in_child() -> None:
+    for each in set(_inside) - {threading.get_ident()}:
+        del _inside[each]
+    _forking.release()
     for known in list(_known):
-        known.close()
+        known.forget_inherited()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_close_all)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_forking.release, after_in_child=_after_in_child
+    )

@@ -1,9 +1,12 @@
-"""What differs between databases: clock, locks, and errors that are worth a retry."""
+"""What differs between databases: clock, locks, clauses, what errors mean, and which options bound a wait."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from django.db import (
     DataError,
@@ -16,22 +19,21 @@ from django.db import (
 
 from celery_idempotent.errors import StoreMisconfigured
 
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
 #: A collision with another transaction; the session is gone; tables or rights are missing; the row exists already; the
 #: database cannot serve at the moment.
 Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "unavailable"]
 
-#: Idle in a transaction (25P03, 25P04) or in the session (57P05) for too long, shutdown, loss of the connection.
-_PG_LOST = ("08", "57P", "25P03", "25P04")
-_PG_CONFLICT = ("40001", "40P01")
-_MYSQL_CONFLICT = (1020, 1213)
-#: 1927: killed; 4031: idle for too long.
-_MYSQL_LOST = (0, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031)
+#: The rows of the table of marks: the largest token of the rows that were deleted, and when the last sweep ended.
+TOKENS, SWEPT = 1, 2
 
 #: The lock of a claim's run on PostgreSQL, for a row ``r``.
 POSTGRESQL_LOCK = "('x' || encode(substr(r.digest, 1, 8), 'hex'))::bit(64)::bigint # r.token"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Dialect:
     """The SQL of one vendor. ``now_us`` is an expression for the server's time in microseconds."""
 
@@ -39,17 +41,26 @@ class Dialect:
     now_us: str
     #: Is the run of the claim in row ``r`` within its transaction, in whatever session?
     running: str
+    #: Patterns of the codes of errors, on SQLite of their texts.
+    conflict: str
+    lost: str
+    misconfigured: str
     #: Follows an INSERT whose row may exist already. MySQL has no such clause: there it fails, as "duplicate".
-    or_nothing: str
-    #: Raises the high-water mark of tokens, unless it is higher already.
-    raise_mark: str
+    or_nothing: str = " ON CONFLICT (digest) DO NOTHING"
+    #: Raises a mark, unless it is higher already.
+    raise_mark: str = (
+        "INSERT INTO celery_idempotent_mark (id, value) VALUES (%s, %s) ON CONFLICT (id) DO UPDATE"
+        " SET value = excluded.value WHERE celery_idempotent_mark.value < excluded.value"
+    )
     #: Follows an INSERT of a counter: adds to the one that exists.
     or_add: str = (
         " ON CONFLICT (hour, task, outcome)"
         " DO UPDATE SET count = celery_idempotent_counter.count + excluded.count"
     )
-    #: Follows the INSERT of the time of a sweep: replaces that of the last one.
-    or_later: str = " ON CONFLICT (id) DO UPDATE SET ended_ms = excluded.ended_ms"
+    #: What begins and ends a stretch of a transaction that writes nothing.
+    read_only: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    #: The options that bound the waits for a silent server, each with the environment variable that sets it, too.
+    bounds: Mapping[str, str] = field(default_factory=dict)
     least: str = "least"
     key: str = '"key"'
     #: The operator that divides whole numbers.
@@ -61,34 +72,45 @@ class Dialect:
         return f"({self.now_us} {self.div} 1000)"
 
 
-_OR_NOTHING = " ON CONFLICT (digest) DO NOTHING"
-_UPSERT_MARK = (
-    "INSERT INTO celery_idempotent_highwatermark (id, token) VALUES (1, %s)"
-    " ON CONFLICT (id) DO UPDATE SET token = excluded.token"
-    " WHERE celery_idempotent_highwatermark.token < excluded.token"
-)
-
-DIALECTS = {
+_DIALECTS = {
     "postgresql": Dialect(
         vendor="postgresql",
         # Not now(), which is the time when the transaction began.
         now_us="(extract(epoch from clock_timestamp()) * 1000000)::bigint",
         running=f"NOT pg_try_advisory_xact_lock_shared({POSTGRESQL_LOCK})",
-        or_nothing=_OR_NOTHING,
-        raise_mark=_UPSERT_MARK,
+        conflict="40001|40P01",
+        # Loss of the connection, shutdown, idle for too long; then statements that a pooler or a migration unprepared.
+        lost="08|57P|25P03|25P04|26000|42P05|0A000",
+        misconfigured="28|3D|42",
+        read_only=(
+            ("SAVEPOINT celery_idempotent_step", "SET LOCAL transaction_read_only = on"),
+            (
+                "ROLLBACK TO SAVEPOINT celery_idempotent_step",
+                "RELEASE SAVEPOINT celery_idempotent_step",
+            ),
+        ),
+        bounds={
+            "connect_timeout": "PGCONNECT_TIMEOUT",
+            "keepalives_idle": "",
+            "tcp_user_timeout": "",
+        },
     ),
     "mysql": Dialect(
         vendor="mysql",
         # Not UNIX_TIMESTAMP(NOW(6)), which is wrong in the hour that a time zone repeats.
         now_us="timestampdiff(microsecond, '1970-01-01', utc_timestamp(6))",
         running="is_used_lock(concat('celery_idempotent:', hex(r.digest), r.token)) IS NOT NULL",
+        conflict="1020|1213",
+        # 1927: killed; 4031: idle for too long.
+        lost="0$|1927|20(02|03|06|13|14|55)|4031",
+        misconfigured="10(44|45|49)|11(42|46|53)",
         or_nothing="",
         raise_mark=(
-            "INSERT INTO celery_idempotent_highwatermark (id, token) VALUES (1, %s)"
-            " ON DUPLICATE KEY UPDATE token = greatest(token, VALUES(token))"
+            "INSERT INTO celery_idempotent_mark (id, value) VALUES (%s, %s)"
+            " ON DUPLICATE KEY UPDATE value = greatest(value, VALUES(value))"
         ),
         or_add=" ON DUPLICATE KEY UPDATE count = count + VALUES(count)",
-        or_later=" ON DUPLICATE KEY UPDATE ended_ms = VALUES(ended_ms)",
+        bounds={"read_timeout": "", "write_timeout": ""},
         key="`key`",
         div="DIV",
     ),
@@ -100,20 +122,22 @@ DIALECTS = {
         ),
         # A claim that takes a key over has the write lock, so no run of the key is within its transaction.
         running="0",
-        or_nothing=_OR_NOTHING,
-        raise_mark=_UPSERT_MARK,
+        conflict=".*(locked|busy)",
+        lost="never$",
+        misconfigured=".*(no such|readonly)",
+        read_only=(("PRAGMA query_only = 1",), ("PRAGMA query_only = 0",)),
         least="min",
     ),
 }
 
 
-def dialect(vendor: str) -> Dialect:
+def dialect_of(vendor: str) -> Dialect:
     """Return the SQL of a vendor, by Django's name for it.
 
     Raises:
         StoreMisconfigured: for any other database.
     """
-    known = DIALECTS.get(vendor)
+    known = _DIALECTS.get(vendor)
     if known is None:
         raise StoreMisconfigured(
             f"DjangoStore works on PostgreSQL, MariaDB, MySQL and SQLite, not on {vendor}"
@@ -123,18 +147,21 @@ def dialect(vendor: str) -> Dialect:
 
 def kind(error: Exception, vendor: str) -> Kind:
     """Return what a database error means."""
-    code = error_code(error)
+    known, code = dialect_of(vendor), error_code(error)
+    text = str(error if code is None else code)
     if isinstance(error, IntegrityError):
         # The store's tables have no constraints but unique ones.
         return "duplicate"
-    if vendor == "postgresql":
-        return _postgresql(error, code if isinstance(code, str) else "")
-    if vendor == "mysql":
-        return _mysql(error, code if isinstance(code, int) else -1)
-    text = str(error)
-    if "locked" in text or "busy" in text:
+    if re.match(known.conflict, text):
         return "conflict"
-    return _other(error, "no such" in text or "readonly" in text)
+    # A lost session has no code on PostgreSQL.
+    cut = code is None and vendor == "postgresql" and isinstance(error, OperationalError)
+    if cut or isinstance(error, InterfaceError) or re.match(known.lost, text):
+        return "lost"
+    settings = (ProgrammingError, DataError, NotSupportedError)
+    if isinstance(error, settings) or re.match(known.misconfigured, text):
+        return "misconfigured"
+    return "unavailable"
 
 
 def error_code(error: BaseException) -> object:
@@ -143,32 +170,22 @@ def error_code(error: BaseException) -> object:
         # Newer releases of PyMySQL have a SQLSTATE as well, which tells fewer errors apart.
         return error.args[0]
     cause = error.__cause__ or error
-    for name in ("sqlstate", "pgcode"):
-        found = getattr(cause, name, None)
-        if found:
-            return found
-    return None
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
 
 
-def _postgresql(error: Exception, code: str) -> Kind:
-    if code in _PG_CONFLICT:
-        return "conflict"
-    if code.startswith(_PG_LOST) or (
-        not code and isinstance(error, (OperationalError, InterfaceError))
-    ):
-        return "lost"
-    return _other(error, code.startswith(("28", "3D", "42")))
+def missing_bounds(database: BaseDatabaseWrapper) -> tuple[str, ...]:
+    """Return the OPTIONS that would bound the waits for a server that accepts connections and never answers.
 
-
-def _mysql(error: Exception, code: int) -> Kind:
-    if code in _MYSQL_CONFLICT:
-        return "conflict"
-    if code in _MYSQL_LOST or isinstance(error, InterfaceError):
-        return "lost"
-    return _other(error, code in (1044, 1045, 1049, 1142, 1146, 1153))
-
-
-def _other(error: Exception, settings: bool) -> Kind:
-    if settings or isinstance(error, (ProgrammingError, DataError, NotSupportedError)):
-        return "misconfigured"
-    return "unavailable"
+    A machine that loses its power or its network closes no connection. Without these a driver waits for as long as TCP
+    does, which may be hours. Empty for a database on this machine, and where a file that we do not read has the
+    settings. Nothing is set: the settings are the project's.
+    """
+    settings = database.settings_dict
+    options, host = settings.get("OPTIONS") or {}, str(settings.get("HOST") or "")
+    if not host or host.startswith("/") or "service" in options or "read_default_file" in options:
+        return ()
+    return tuple(
+        name
+        for name, variable in dialect_of(database.vendor).bounds.items()
+        if name not in options and not os.environ.get(variable)
+    )

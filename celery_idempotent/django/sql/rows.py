@@ -1,18 +1,26 @@
-"""A record as a row: columns that statements read, one JSON text that only Python reads, the value's bytes.
+"""A record as a row, what one look at a row finds, and the writes: one statement each, on condition of what was seen.
 
-What a later version adds to a record goes into the text: it needs no column, no migration, and no line here.
+Columns that statements read, one JSON text that only Python reads, the value's bytes. What a later version adds to a
+record goes into the text: it needs no column, no migration, and no line here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+from celery_idempotent.django.sql.connections import Session
+from celery_idempotent.django.sql.dialects import TOKENS, Dialect, dialect_of
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import WITHOUT_VALUE, Identity, Record, SettleRequest, State
+from celery_idempotent.stores import table
 from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
-from celery_idempotent.stores.table import LIVE, StoredRecord
+from celery_idempotent.stores.table import Asked, StoredRecord, after, decide
+
+logger = logging.getLogger(__name__)
 
 #: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.
@@ -22,17 +30,13 @@ DIGEST_BYTES = 16
 PRUNE_SLACK_MS = 3_600_000
 #: A key that was given back: as if there were no row, but for the token, which must not be given out twice.
 RELEASED = "R"
-
-
-def _any_of(*states: State) -> str:
-    letters = ", ".join(f"'{LETTERS[state]}'" for state in states)
-    return f"state IN ({letters})"
-
+#: For how long a lease is said to be alive whose run is within its transaction.
+_RUNNING_MS = 1_000
 
 #: What the partial index of unfinished and failed keys is of; SQLite takes it only by its own words.
-UNFINISHED = _any_of(*(state for state in State if state is not State.COMPLETED))
+UNFINISHED = "state IN ('Q', 'P', 'I', 'F')"
 #: A claim whose owner may settle it, whatever became of its lease; also one that a sweep failed: the token decides.
-OPEN = f"({_any_of(*LIVE)} OR (state = 'F' AND data LIKE '%%\"swept\":true%%'))"
+OPEN = "(state IN ('Q', 'P', 'I') OR (state = 'F' AND data LIKE '%%\"swept\":true%%'))"
 
 #: The columns that are written together, in this order.
 COLUMNS = (
@@ -43,11 +47,16 @@ COLUMNS = (
 STATE, TOKEN, DEADLINE, EXPIRES = (
     COLUMNS.index(name) for name in ("state", "token", "deadline_ms", "expires_ms")
 )
+#: These count from the server's own time.
+_MOMENTS = {"created_ms", "updated_ms", "deadline_ms", "due_ms", "expires_ms"}
 
 _CODEC = FieldCodec("fingerprint", *COLUMNS, ascii_only=True)
 _NAMES = (*(name for name in _CODEC.defaults if name != "requeues"), "message", "steps", "value")
 #: Bytes in the line, as hexadecimal digits.
 _IDS = ("fingerprint", "attempt")
+
+_MARK = f"coalesce((SELECT value FROM celery_idempotent_mark WHERE id = {TOKENS}), 0)"
+_WRITE = ", ".join(f"{name} = %s" for name in COLUMNS)
 
 
 def digest(identity: Identity) -> bytes:
@@ -64,6 +73,9 @@ def _sized(text: str) -> bytes:
 def column_values(stored: StoredRecord) -> tuple[object, ...]:
     """Return what :data:`COLUMNS` are for a record."""
     record = stored.record
+    fields = {name: getattr(record, name) for name in _NAMES} | {"requeues": stored.requeues}
+    ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
+    line = _CODEC.encode(fields, {name: each.hex() for name, each in ids.items() if each})
     # A sweep has to act on a lease, or on a message that it can send.
     due = record.state is State.PROCESSING or record.message is not None
     return (
@@ -76,7 +88,7 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
         stored.expires_ms,
         record.crashes,
         record.task_id,
-        _text(stored),
+        line.decode(),
         None if record.value is None else record.value.body,
     )
 
@@ -87,19 +99,10 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
     Raises:
         StoreMisconfigured: if a newer version wrote it.
     """
-    (
-        letter,
-        token,
-        created_ms,
-        updated_ms,
-        deadline_ms,
-        _,
-        expires_ms,
-        crashes,
-        task_id,
-        data,
-        value,
-    ) = row
+    columns = dict(zip(COLUMNS, row, strict=True))
+    letter, data, value, expires_ms, _ = map(
+        columns.pop, ("state", "data", "value", "expires_ms", "due_ms")
+    )
     try:
         state, body = STATES[letter], None if value is None else bytes(value)
         rest = _CODEC.decode((data or "").encode(), body)
@@ -110,22 +113,163 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
             f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent: upgrade"
             " this one"
         ) from error
-    record = Record(
-        identity=identity,
-        state=state,
-        token=token,
-        created_ms=created_ms,
-        updated_ms=updated_ms,
-        deadline_ms=deadline_ms,
-        crashes=crashes,
-        task_id=task_id,
-        **rest,
-    )
+    record = Record(identity=identity, state=state, **columns, **rest)
     return StoredRecord(record, expires_ms, attempt, requeues)
 
 
-def _text(stored: StoredRecord) -> str:
-    record = stored.record
-    fields = {name: getattr(record, name) for name in _NAMES} | {"requeues": stored.requeues}
-    ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
-    return _CODEC.encode(fields, {name: each.hex() for name, each in ids.items() if each}).decode()
+class Look(table.Look):
+    """What one look found, within a session; a released or expired row is none, but for its token."""
+
+    def __init__(self, session: Session, identity: Identity, row: Sequence[Any] = ()) -> None:
+        self.session, self.identity, self.digest = session, identity, digest(identity)
+        if not row:
+            (row,) = session.rows(
+                f"SELECT {_look_columns(session.dialect)} FROM (SELECT 1 AS one) AS one"
+                " LEFT JOIN celery_idempotent_record r ON r.digest = %s",
+                (self.digest,),
+            )
+        self.now_us, mark, self.version, self.prune_ms, *names, key = row[:7]
+        if self.version is not None:
+            found = Identity(namespace=names[0], scope=names[1], key=key)
+            if found != identity:
+                raise StoreMisconfigured(
+                    f"{identity} and {found} share a digest: one of them was forged"
+                )
+        columns = row[7:]
+        self.highest = max(mark, columns[TOKEN] or 0)
+        self.stored: StoredRecord | None = None
+        if columns[STATE] not in (None, RELEASED):
+            # A run within its transaction is not over, however long ago its lease was.
+            end = max(columns[EXPIRES], columns[DEADLINE] or 0)
+            if end > self.now_us // 1000:
+                self.stored = stored_record(identity, columns)
+
+    def write(self, after: StoredRecord) -> None:
+        """Store this, if nobody else wrote since."""
+        session, identity, values = self.session, self.identity, _values(self.session, after)
+        if self.version is None:
+            session.swap(
+                f"INSERT INTO celery_idempotent_record ({_names(session.dialect)}) VALUES ("
+                f"{', '.join(['%s'] * (len(COLUMNS) + 6))}){session.dialect.or_nothing}",
+                (
+                    *(self.digest, identity.namespace, identity.scope, identity.key),
+                    *(after.expires_ms, 0, *values),
+                ),
+            )
+            return
+        if after.record.token < self.highest:
+            # A claim that was given back is settled after all, and the key was claimed since: tokens go on from there.
+            session.execute(session.dialect.raise_mark, (TOKENS, self.highest))
+        self._update(_WRITE, values, after.expires_ms + PRUNE_SLACK_MS)
+
+    def remove(self, *, forget: bool) -> None:
+        """Give the key back; with ``forget`` delete the row, whose token is remembered."""
+        session, now_ms = self.session, self.now_us // 1000
+        if forget:
+            session.execute(session.dialect.raise_mark, (TOKENS, self.highest))
+            session.swap(
+                "DELETE FROM celery_idempotent_record WHERE digest = %s AND version = %s",
+                (self.digest, self.version),
+            )
+            return
+        released = f"state = '{RELEASED}', value = NULL, data = '', due_ms = NULL, expires_ms = %s"
+        self._update(released, (now_ms,), now_ms + PRUNE_SLACK_MS)
+
+    def _update(self, changes: str, values: Sequence[object], prune_ms: int) -> None:
+        self.session.swap(
+            f"UPDATE celery_idempotent_record SET {changes}, prune_ms = %s, version = version + 1"
+            " WHERE digest = %s AND version = %s",
+            (*values, min(self.prune_ms, prune_ms), self.digest, self.version),
+        )
+
+
+def claim_free_key(session: Session, identity: Identity, asked: Asked) -> Record | Look:
+    """Claim a key that has no row, in one statement on PostgreSQL; else look at what is there."""
+    dialect = session.dialect
+    if dialect.vendor != "postgresql":
+        # Elsewhere a duplicate's INSERT would wait for whoever writes the row, on SQLite for whoever writes at all.
+        return Look(session, identity)
+    rule, name = decide("claim", None, asked, 0), digest(identity)
+    new = column_values(after(rule, None, asked, 0, 0))
+    values = (identity.namespace, identity.scope, identity.key, new[EXPIRES], *new)
+    ((token, now_ms, *row),) = session.rows(
+        _claim_statement(dialect.now_us), (name, *values, name, name)
+    )
+    if token is not None:
+        return after(rule, None, asked, now_ms, token).record
+    return Look(session, identity, row)
+
+
+def settle_claim(session: Session, request: SettleRequest, *, atomic: bool = False) -> bool:
+    """Settle a claim as its owner knows it; ``False``: look at what is there.
+
+    It is the only settle of an ``atomic`` run: however long ago its claim was, and whatever a sweep made of the record.
+    """
+    dialect, record, keep_ms = session.dialect, request.record, max(request.keep_ms, 1)
+    asked, before = table.asked_to_settle(request), StoredRecord(record, 0)
+    settled = after(decide("settle", before, asked, 0), before, asked, 0, record.token)
+    letter, *_, data, value = _values(session, settled)
+    now_ms = dialect.now_ms
+    where = OPEN if atomic else f"state = 'P' AND expires_ms > {now_ms}"
+    # What SET LOCAL has set is gone with the transaction that the claim's run began.
+    own = dialect.vendor == "postgresql" and atomic
+    where += " AND current_setting('celery_idempotent.token', true) = token::text" if own else ""
+    written = session.execute(
+        f"UPDATE celery_idempotent_record SET state = %s, data = %s, value = %s, updated_ms = {now_ms},"
+        f" deadline_ms = NULL, due_ms = NULL, expires_ms = {now_ms} + %s,"
+        f" prune_ms = {dialect.least}(prune_ms, {now_ms} + %s), version = version + 1"
+        f" WHERE digest = %s AND token = %s AND {where}",
+        (
+            *(letter, data, value, keep_ms, keep_ms + PRUNE_SLACK_MS),
+            *(digest(record.identity), record.token),
+        ),
+    )
+    return written == 1
+
+
+def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
+    """Return the columns of a record, without a value that the server does not take."""
+    *columns, value = column_values(stored)
+    if isinstance(value, bytes) and not session.takes(value):
+        logger.warning(
+            "idempotency: the result of %s, of %d bytes, is more than the database accepts (max_allowed_packet), "
+            "and is not kept in its record: duplicates %s",
+            stored.record.identity,
+            len(value),
+            WITHOUT_VALUE[stored.record.state],
+        )
+        value = None
+    return (*columns, value)
+
+
+def _names(dialect: Dialect) -> str:
+    return f"digest, namespace, scope, {dialect.key}, prune_ms, version, {', '.join(COLUMNS)}"
+
+
+def _look_columns(dialect: Dialect) -> str:
+    """Return what a look reads of ``r``: a lease that is over lives on with its run's transaction."""
+    deadline = (
+        f"CASE WHEN r.state = 'P' AND r.deadline_ms <= {dialect.now_ms} AND {dialect.running}"
+        f" THEN {dialect.now_ms} + {_RUNNING_MS} ELSE r.deadline_ms END"
+    )
+    columns = ", ".join(deadline if name == "deadline_ms" else f"r.{name}" for name in COLUMNS)
+    names = f"r.namespace, r.scope, r.{dialect.key}"
+    return f"{dialect.now_us}, {_MARK}, r.version, r.prune_ms, {names}, {columns}"
+
+
+@lru_cache(maxsize=8)  # in tests a clock is an expression of its own
+def _claim_statement(now_us: str) -> str:
+    dialect = dialect_of("postgresql")
+    dialect.now_us = now_us
+    values = [f"{dialect.now_ms} + %s" if name in _MOMENTS else "%s" for name in COLUMNS]
+    values[TOKEN] = f"greatest({now_us}, 1 + %s + {_MARK})"
+    # The last is the value, which may be NULL.
+    row = f"%s, %s, %s, %s, {dialect.now_ms} + %s, 0, {', '.join(values)}::bytea"
+    # Not left to the conflict alone: that waits for the transaction that is writing the row.
+    return (
+        f"WITH n AS (INSERT INTO celery_idempotent_record ({_names(dialect)}) SELECT {row}"
+        " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
+        " ON CONFLICT (digest) DO NOTHING RETURNING token, created_ms) SELECT n.token, n.created_ms,"
+        f" {_look_columns(dialect)} FROM (SELECT 1) AS one LEFT JOIN n ON true"
+        " LEFT JOIN celery_idempotent_record r ON r.digest = %s"
+    )
