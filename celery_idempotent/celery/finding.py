@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
 #: States under the names that the CLI and the admin have for them; ``stale``: only those whose lease ran out.
-STATES = {
-    "any": frozenset(State),
+STATES: Mapping[str, frozenset[State]] = {
+    "any": frozenset(),
     "live": frozenset({State.QUEUED, State.PROCESSING}),
     "stale": frozenset({State.PROCESSING}),
     **{state.value: frozenset({state}) for state in State},

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from celery_idempotent import signals
 from celery_idempotent.celery import sweep
@@ -141,17 +141,6 @@ class OperationRequest:
 audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
 
 
-class SeenRecord(Protocol):
-    """A record as somebody saw it, who decided what is to be done to it."""
-
-    identity: Identity
-    token: int
-    state: State
-
-
-SeenT = TypeVar("SeenT", bound=SeenRecord)
-
-
 # -- what may be done --------------------------------------------------------------------------------------------------
 
 #: What an operation would do to a record: apply to it; nothing, its owner is live; nothing, it means nothing for it.
@@ -247,9 +236,9 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
 
 
 def operate_on_each(
-    app: Celery, request: OperationRequest, records: Iterable[SeenT]
-) -> Iterator[tuple[SeenT, Outcome | None, str]]:
-    """Operate on one record after the other; yield it with its outcome, or ``None`` and the trouble.
+    app: Celery, request: OperationRequest, records: Iterable[Record]
+) -> Iterator[tuple[Record, Outcome | None, str]]:
+    """Operate on one record after the other, as it was seen; yield it with its outcome, or ``None`` and the trouble.
 
     A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
     """

@@ -271,7 +271,7 @@ _ON_ONE = [
     *_REQUEST,
 ]
 
-_HELP = """{} the record of a KEY, or all that are selected.
+_HELP = """{} the record of a KEY{}.
 
     It {}
 
@@ -340,12 +340,14 @@ def _make_command(operation: Operation) -> None:
             note(f"{staged.delete()[0]:,} messages in the outbox discarded.")
         _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
 
-    run.__doc__ = _HELP.format(operation.capitalize(), OPERATIONS[operation].effect)
+    effect = OPERATIONS[operation].effect
     example = f"{operation} order-17 --task shop.charge --reason 'ticket 4711'"
-    examples = [example, f"{operation} --all --task shop.charge --state stale --before 10m"]
-    if operation not in ON_MANY:
-        examples = [f'{example} --value \'{{"charge": "ch_17"}}\'']
-    command(operation, *examples, params=_ON_MANY if operation in ON_MANY else _ON_ONE)(run)
+    params, also, examples = _ON_ONE, "", [f"{example} --value '17.50'"]
+    if operation in ON_MANY:
+        params, also = _ON_MANY, ", or all that are selected"
+        examples = [example, f"{operation} --all --task shop.charge --state stale --before 10m"]
+    run.__doc__ = _HELP.format(operation.capitalize(), also, effect)
+    command(operation, *examples, params=params)(run)
 
 
 def _staged(store: Store, wanted: Selection) -> QuerySet[OutboxMessage] | None:
@@ -390,11 +392,10 @@ def _execute(
         for record, outcome, trouble in operate_on_each(app, request, records):
             counts[outcome] += 1
             word, text = "unknown", f"it may have been done, or not: {trouble}"
-            if outcome is not None:
-                word, text = (
-                    outcome.name.lower(),
-                    done if outcome is Outcome.DONE else outcome.value,
-                )
+            if outcome is Outcome.DONE:
+                word, text = "done", done
+            elif outcome is not None:
+                word, text = outcome.name.lower(), outcome.value
             about = session.object_of(app, record, record.updated_ms)
             about |= {"operation": operation, "outcome": word}
             write(as_json, about, f"{record.identity}: {text}")

@@ -54,7 +54,10 @@ def command(
             function(ctx.obj.app, **given)
 
         shown = "".join(f"\n  celery -A proj idempotency {each}" for each in examples)
-        every = [*params, Option(["--json", "as_json"], is_flag=True, help="JSON, line by line.")]
+        every = [
+            *params,
+            Option(["--json", "as_json"], is_flag=True, help="One JSON object a line."),
+        ]
         made = click.command(name, params=every, epilog=f"\b\nExamples:{shown}")(run)
         COMMANDS[name] = made
 

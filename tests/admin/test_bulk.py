@@ -32,7 +32,7 @@ def stale(store: Store, *keys: str, **more: Any) -> list[Record]:
 
 def boxes(page: Any) -> dict[str, str]:
     """By its key what stands behind the box of each record in a list."""
-    return {mark.identity.key: str(mark) for *_, mark in page.context_data["rows"]}
+    return {row.record.identity.key: row.mark for row in page.context_data["rows"]}
 
 
 def ask(browser: Client, operation: str, keys: Iterable[str] | None = None, query: str = "") -> Any:
@@ -49,7 +49,7 @@ def said(browser: Client, answer: Any) -> str:
 
 
 def verdicts(page: Any) -> dict[str, str]:
-    return {line.mark.identity.key: line.verdict for line in page.context_data["lines"]}
+    return {line.seen.identity.key: line.verdict for line in page.context_data["lines"]}
 
 
 def entries() -> dict[str, str]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from django import forms
 
 from celery_idempotent.celery.finding import scopes_of, select
-from celery_idempotent.celery.operations import LONGEST_REASON, OPERATIONS, Operation, SeenRecord
+from celery_idempotent.celery.operations import LONGEST_REASON, OPERATIONS, Operation
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.records import Selection, State, Stored
+from celery_idempotent.records import Record, Selection, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -121,7 +121,7 @@ class OperationForm(forms.Form):
         data: QueryDict | None = None,
         *,
         operation: Operation,
-        marks: Sequence[SeenRecord],
+        marks: Sequence[Record],
         live: int,
         read: Callable[[str], Stored] | None = None,
     ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from django.contrib import messages
@@ -45,39 +44,37 @@ _VERDICTS: dict[Verdict, str] = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
-class Mark:
-    """A record as it was shown: what stands behind its box in the list. Nothing is done to it once it has changed."""
+def mark_of(record: Record) -> str:
+    """Return a record as it was shown, for its box in the list: nothing is done to it once it has changed."""
+    return f"{record.token} {record.state.value} {unparse(record.identity)}"
 
-    identity: Identity
-    token: int
-    state: State
 
-    @classmethod
-    def of(cls, record: Record) -> Mark:
-        """Return the mark of a record."""
-        return cls(identity=record.identity, token=record.token, state=record.state)
-
-    @classmethod
-    def read(cls, text: str) -> Mark:
-        """Return what was written as a text.
-
-        Raises:
-            ValueError: if it is none.
-        """
-        token, state, name = text.split(" ", 2)
-        if not (token.isascii() and token.isdecimal() and len(token) < 20):
-            raise ValueError("no token")
-        return cls(identity=parse(name), token=int(token), state=State(state))
-
-    def __str__(self) -> str:
-        return f"{self.token} {self.state.value} {unparse(self.identity)}"
+def _read_marks(texts: Iterable[str]) -> list[Record]:
+    """Return the records, as they were shown, whose marks a form sent, each once."""
+    found: dict[Identity, Record] = {}
+    try:
+        for text in texts:
+            token, state, name = text.split(" ", 2)
+            if not (token.isascii() and token.isdecimal() and len(token) < 20):
+                raise ValueError("no token")
+            seen = Record(
+                identity=parse(name),
+                state=State(state),
+                token=int(token),
+                created_ms=0,
+                updated_ms=0,
+            )
+            found[seen.identity] = seen
+    except ValueError as error:
+        raise BadRequest("This is no record of the list.") from error
+    return list(found.values())
 
 
 class PlanLine(NamedTuple):
-    """What is to become of a record. ``record``: as it is now, if there is one."""
+    """What is to become of a record that was ``seen``. ``record``: as it is now, if there is one."""
 
-    mark: Mark
+    seen: Record
+    mark: str
     verdict: Verdict
     text: str
     address: str
@@ -103,7 +100,7 @@ class OperationPages(Pages):
         record = get_store(celery_app()).get(identity)
         if record is None:
             return self.gone(request, identity)
-        return self._question(request, operation, [Mark.of(record)], back)
+        return self._question(request, operation, [record], back)
 
     @guarded("GET", "POST")
     def bulk_view(self, request: HttpRequest) -> HttpResponse:
@@ -147,14 +144,14 @@ class OperationPages(Pages):
         self,
         request: HttpRequest,
         operation: Operation,
-        marks: Iterable[Mark],
+        marks: Iterable[Record],
         back: str,
         form: OperationForm | None = None,
     ) -> HttpResponse:
         """Ask about these records, those first to which something is done; ``form``: again, for it has faults."""
         store = get_store(celery_app())
         now_ms = store.now_ms()
-        lines = [self._plan(store, operation, mark, now_ms) for mark in marks]
+        lines = [self._plan(store, operation, each, now_ms) for each in marks]
         by_verdict = {each: [line for line in lines if line.verdict == each] for each in _VERDICTS}
         apply, held, skip = by_verdict.values()
         if len(lines) == len(skip) == 1:
@@ -170,29 +167,29 @@ class OperationPages(Pages):
             "left": len(skip),
             "one": len(lines) == 1,
             "form": form
-            or _form(operation, [line.mark for line in apply], [line.mark for line in held]),
+            or _form(operation, [line.seen for line in apply], [line.seen for line in held]),
         }
         return self.render(request, "operation", context, status=400 if form else 200)
 
-    def _plan(self, store: Store, operation: Operation, mark: Mark, now_ms: int) -> PlanLine:
-        """Say what an operation would do to the record that a mark stands for."""
-        record = store.get(mark.identity)
+    def _plan(self, store: Store, operation: Operation, seen: Record, now_ms: int) -> PlanLine:
+        """Say what an operation would do to a record that was seen."""
+        record = store.get(seen.identity)
         found: Verdict = "skip"
         if record is None:
             text = "Left alone: there is no such record any more."
-        elif Mark.of(record) != mark:
+        elif mark_of(record) != mark_of(seen):
             text = "Left alone: it has changed since it was shown."
         else:
             found = verdict(celery_app(), operation, record, now_ms)
             text = _VERDICTS[found].format(OPERATIONS[operation])
-        stale = record is not None and record.stale(now_ms)
-        return PlanLine(mark, found, text, self.address_of(mark.identity), record, stale)
+        address, stale = self.address_of(seen.identity), bool(record and record.stale(now_ms))
+        return PlanLine(seen, mark_of(seen), found, text, address, record, stale)
 
 
 def _execute(
     request: HttpRequest,
     operation: Operation,
-    marks: Sequence[Mark],
+    marks: Sequence[Record],
     form: OperationForm,
     *,
     force: bool,
@@ -225,8 +222,8 @@ def _execute(
 
 def _form(
     operation: Operation,
-    marks: Sequence[Mark],
-    live: Sequence[Mark],
+    marks: Sequence[Record],
+    live: Sequence[Record],
     request: HttpRequest | None = None,
 ) -> OperationForm:
     read = None
@@ -239,11 +236,3 @@ def _form(
 def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:
     messages.warning(request, why)
     return HttpResponseRedirect(back)
-
-
-def _read_marks(texts: Iterable[str]) -> list[Mark]:
-    """Return the marks that a form sent, each once."""
-    try:
-        return list({mark.identity: mark for mark in map(Mark.read, texts)}.values())
-    except ValueError as error:
-        raise BadRequest("This is no record of the list.") from error

@@ -24,7 +24,7 @@ from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.charts import HOURS, charts
 from celery_idempotent.django.admin.forms import FilterForm
-from celery_idempotent.django.admin.operations import PER_PAGE, Mark, OperationPages
+from celery_idempotent.django.admin.operations import PER_PAGE, OperationPages, mark_of
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.messages import read_response
 from celery_idempotent.django.http.views import view_namespaces
@@ -53,7 +53,7 @@ class ListedRecord(NamedTuple):
     address: str
     task: str
     age: str
-    mark: Mark
+    mark: str
 
 
 class IdempotencyRecordAdmin(OperationPages):
@@ -122,7 +122,7 @@ class IdempotencyRecordAdmin(OperationPages):
             address=self.address_of(record.identity),
             task=task_name(app, record.identity),
             age=time_in_words(max(now_ms - record.updated_ms, 0)),
-            mark=Mark.of(record),
+            mark=mark_of(record),
         )
 
     @guarded("GET")
