@@ -124,10 +124,11 @@ def select(
         InvalidKey: if there is no such scope.
     """
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
+    tasks = {each.name: each.identifier.namespace for each in definitions(app)}
     return Selection(
         states=STATES.get(state, frozenset()),
         stale=state == "stale",
-        namespace=namespace_of(app, task) if task else None,
+        namespace=tasks.get(task, task) or None,
         scopes=frozenset(scopes_of(scope) if scope else ()),
         keys=frozenset(spellings(key) if key else ()),
         since_ms=since_ms,
@@ -166,12 +167,6 @@ def scope_in_words(scope: str) -> str:
     found = _USER.fullmatch(scope)
     words = f"user {found[1]}" if found else ""
     return words if words and scopes_of(words) == [scope] else scope
-
-
-def namespace_of(app: AnyCelery, name: str) -> str:
-    """Return the namespace of the task of this name; any other name is that of a namespace."""
-    found = (each.identifier.namespace for each in definitions(app) if each.name == name)
-    return next(found, name)
 
 
 def task_name(app: Celery, identity: Identity) -> str:

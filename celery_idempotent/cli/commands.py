@@ -40,9 +40,7 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from django.db.models import QuerySet
 
-    from celery_idempotent.django.models import OutboxMessage
     from celery_idempotent.stores import Store
 
 __all__ = ["COMMANDS"]
@@ -324,9 +322,7 @@ def _make_command(operation: Operation) -> None:
                 request = replace(request, value=stored)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        staged = _staged(store, selection) if operation == "forget" else None
-        waiting = 0 if staged is None else staged.count()
-        if waiting:
+        if waiting := _staged(store, selection) if operation == "forget" else 0:
             note(f"{waiting:,} messages in the outbox to be discarded.")
         if dry_run:
             return
@@ -336,8 +332,8 @@ def _make_command(operation: Operation) -> None:
         if not yes:
             click.confirm(f"{operation.capitalize()} {len(chosen):,}?", abort=True, err=True)
         # Before the records: a message that is sent meanwhile would make a new one.
-        if staged is not None and waiting:
-            note(f"{staged.delete()[0]:,} messages in the outbox discarded.")
+        if waiting:
+            note(f"{_staged(store, selection, discard=True):,} messages in the outbox discarded.")
         _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
 
     effect = OPERATIONS[operation].effect
@@ -350,14 +346,15 @@ def _make_command(operation: Operation) -> None:
     command(operation, *examples, params=params)(run)
 
 
-def _staged(store: Store, wanted: Selection) -> QuerySet[OutboxMessage] | None:
-    """Return the messages in the outbox that are meant: those of a scope that is selected as a whole."""
+def _staged(store: Store, wanted: Selection, *, discard: bool = False) -> int:
+    """Count the messages in the outbox that are meant, or discard them: those of scopes selected as a whole."""
     alias, models = store.outbox_alias, session.django_part("models")
     whole = Selection(scopes=wanted.scopes)
     if not wanted.scopes or wanted != whole or alias is None or models is None:
-        return None
-    messages: QuerySet[OutboxMessage] = models.OutboxMessage.objects.using(alias)
-    return messages.filter(scope__in=wanted.scopes)
+        return 0
+    found = models.OutboxMessage.objects.using(alias).filter(scope__in=wanted.scopes)
+    count: int = found.delete()[0] if discard else found.count()
+    return count
 
 
 def _preview(
