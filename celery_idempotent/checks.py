@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from celery_idempotent.celery.checks import (
-    Finding,
-    check,
-    check_or_raise,
-    check_settings,
-    check_store,
-)
+from celery_idempotent.celery.checks import Finding, check, check_settings, check_store
 
-__all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store"]
+__all__ = ["Finding", "check", "check_settings", "check_store"]

@@ -58,9 +58,6 @@ def _checks() -> str:
     lines = []
     for name, texts in findings().items():
         problem, hint = (re.sub(r"\{[^}]*\}", "…", text) for text in texts)
-        problem = (
-            "Its text is that of the error, which says what to set." if problem == "…" else problem
-        )
         lines += [f"### `{name}`", "", problem, "", f"**What to do:** {hint}", ""]
     return "\n".join(lines)
 

@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from celery_idempotent.celery.definition import Definition
-from celery_idempotent.celery.registry import load_tasks, loaded
+from celery_idempotent.celery.definition import Definition, load_tasks, loaded
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import SWEEP
-from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.protocol.atomic import transactional
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import get_store
@@ -26,8 +25,6 @@ from celery_idempotent.stores import get_store
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
-
-__all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +39,16 @@ class Finding:
 
     @property
     def level(self) -> Literal["error", "warning"]:
-        """Whether tasks will not run, or will."""
+        """How bad it is, in a word."""
         return "error" if self.id.startswith("E") else "warning"
 
 
 #: Each finding: its problem, and what to do about it.
 _TEXTS: Final = {
-    "E001": ("{error}", "Set it to what is allowed; a worker does not start like this."),
+    "E001": (
+        "No worker starts: {error}",
+        "Set an option to what is allowed; import the app's tasks in a shell to see where another error comes from.",
+    ),
     "W002": (
         "Acknowledged before they run, and so lost with a worker that dies: {tasks}.",
         "Leave acks_late to IdempotentTask, which sets it, or set it to True.",
@@ -57,11 +57,7 @@ _TEXTS: Final = {
         "No sweep is scheduled: claims of dead workers stay PROCESSING, and idempotency_on_stale does nothing.",
         "Set idempotency_sweep_interval, or run the task celery_idempotent.sweep every half minute.",
     ),
-    # Here the broker waits 30 s, and the lease is 60 s:
-    #
-    #     worker A   claim ─ ✗ killed
-    #     broker              30 s: delivers it again       60 s: the lease ends
-    #     worker B                    Held: republished, again and again ─ claim: runs
+    # The worker that gets such a message publishes it again and again until the lease of the dead one ends.
     "W004": (
         "After a crash, messages come back before the lease ends ({broker.option}: {broker.seconds:g} s): {tasks}.",
         "Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
@@ -74,22 +70,18 @@ _TEXTS: Final = {
         "The store cannot be used, and no idempotent task runs: {error}",
         "Start it, give its user the rights that docs/running.md lists, or let idempotency_store name another.",
     ),
-    "E007": ("{server} is too old to keep records.", "Use Redis 6.2, Valkey 7.2 or newer."),
+    "E007": ("{server.kind} {server.version} is too old.", "Use Redis 6.2, Valkey 7.2 or newer."),
     "W008": (
-        "{server} evicts records when its memory is full (maxmemory-policy {eviction}): their tasks run again.",
+        "{server.kind} evicts records when memory is full (maxmemory-policy {server.eviction}): their tasks run again.",
         "Set maxmemory-policy noeviction, or keep records in a Redis of their own.",
     ),
     "W009": (
-        "{server} writes nothing to disk: after a restart, everything that was completed runs again.",
+        "{server.kind} writes nothing to disk: after a restart, everything that was completed runs again.",
         "Set appendonly yes, with appendfsync everysec or always.",
     ),
     "W020": (
         "Tasks wait without end, or for minutes, for a server that stays silent: {store!r} sets no {missing}.",
         "Set them in the OPTIONS of that database, as docs/sql.md says.",
-    ),
-    "E021": (
-        "The app's tasks or its store cannot be imported ({error}): no worker starts.",
-        "Import them in a shell to see where that comes from.",
     ),
     "W023": (
         "A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.",
@@ -104,12 +96,6 @@ _TEXTS: Final = {
 #: The oldest releases that have the commands that the store uses.
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
 
-#: A key that no call has: no task has such a name.
-_UNUSED = Identity(namespace="celery_idempotent:check", key="-")
-
-#: How many task names a finding lists.
-_NAMED = 5
-
 
 def check(app: AnyCelery) -> list[Finding]:
     """Return all findings about an app: its tasks are imported, and its store is asked."""
@@ -121,7 +107,7 @@ def check_settings(app: AnyCelery) -> list[Finding]:
     store, tasks, errors = _open(app)
     if store is None:
         return errors
-    broker, missing = redelivery_timeout(app), store.missing_bounds()
+    broker, missing = redelivery_timeout(app), ", ".join(store.missing_bounds())
     beats: Iterable[Any] = (app.conf.beat_schedule or {}).values()
     swept = [each["task"] if isinstance(each, dict) else each.task for each in beats]
     has_tenants = "django_tenants" in sys.modules  # Django imports each app that is installed
@@ -129,15 +115,13 @@ def check_settings(app: AnyCelery) -> list[Finding]:
     found = {
         "W002": [each for each in enforced if not app.tasks[each.name].acks_late],
         "W003": app.conf.get("idempotency_sweep_interval", 30) is None and SWEEP not in swept,
-        "W004": [
-            each for each in tasks if broker and each.policy.lease_ms >= broker.seconds * 1000
-        ],
+        "W004": [t for t in tasks if broker and t.policy.lease_ms >= broker.seconds * 1000],
         "W005": type(store).__name__ == "MemoryStore",
-        "W020": bool(missing),
+        "W020": missing,
         "W023": _find_broadcast(app, tasks),
         "W024": [each for each in tasks if has_tenants and each.keyed and not each.scoped],
     }
-    return _findings(found, broker=broker, store=store, missing=", ".join(missing))
+    return _findings(found, broker=broker, store=store, missing=missing)
 
 
 def _find_broadcast(app: AnyCelery, tasks: Iterable[Definition]) -> list[Definition]:
@@ -162,14 +146,14 @@ def check_store(app: AnyCelery) -> list[Finding]:
     store, _, _ = _open(app)  # its errors are findings of check_settings()
     if store is None:
         return []
-    found: dict[str, Finding] = {}  # of a cluster's servers, each finding once
     try:
-        if missing := store.missing_rights():
-            refusal = f"{store!r} refuses its user {', '.join(missing)}."
-            return _findings({"E006": True}, error=refusal)
-        store.get(_UNUSED)  # which needs no more rights than a worker has
+        if missing := ", ".join(store.missing_rights()):
+            raise StoreMisconfigured(f"{store!r} refuses its user {missing}.")
+        # No task has such a name. A read needs no more rights than a worker has.
+        store.get(Identity(namespace="celery_idempotent:check", key="-"))
     except IdempotencyError as error:
         return _findings({"E006": True}, error=error)
+    found: dict[str, Finding] = {}  # of a cluster's servers, each finding once
     with suppress(IdempotencyError):  # the user may not ask
         for server in store.facts():
             wrong = {
@@ -177,19 +161,16 @@ def check_store(app: AnyCelery) -> list[Finding]:
                 "W008": server.eviction != "noeviction",
                 "W009": server.persistent is False,
             }
-            name = f"{server.kind} {server.version}"
-            made = _findings(wrong, server=name, eviction=server.eviction)
-            found |= {each.id: each for each in made}
+            found |= {each.id: each for each in _findings(wrong, server=server)}
     return list(found.values())
 
 
 def _findings(found: Mapping[str, object], **words: object) -> list[Finding]:
-    """Return a finding for each id with something true. A list is of tasks, some of which the text names."""
+    """Return a finding for each id with something true; a list is of tasks, which the text names."""
     made = []
     for name, value in found.items():
         if isinstance(value, list):
-            more = f" and {len(value) - _NAMED} more" if len(value) > _NAMED else ""
-            words["tasks"] = ", ".join(each.name for each in value[:_NAMED]) + more
+            words["tasks"] = ", ".join(each.name for each in value)
         if value:
             problem, hint = (text.format_map(words) for text in _TEXTS[name])
             made.append(Finding(id=name, problem=problem, hint=hint))
@@ -201,36 +182,28 @@ def _open(app: AnyCelery) -> tuple[Store | None, list[Definition], list[Finding]
     try:
         load_tasks(app)
         return *check_or_raise(app), []
-    except IdempotencyError as error:
-        return None, [], _findings({"E001": True}, error=error)
     except Exception as error:  # noqa: BLE001  # a module of the project may raise anything
-        # Only an ImportError's text is shown: any other may contain a secret, a connection's password for instance.
-        text = f": {error}" if isinstance(error, ImportError) else ""
-        return None, [], _findings({"E021": True}, error=type(error).__name__ + text)
+        # Any other text may contain a secret, a connection's password for instance.
+        text = f": {error}" if isinstance(error, (IdempotencyError, ImportError)) else "."
+        return None, [], _findings({"E001": True}, error=type(error).__name__ + text)
 
 
 def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
-    """Check what every task needs, without asking any server.
-
-    Returns the store, ``None`` if no task needs one, and the tasks that are not switched off.
+    """Return the store, ``None`` if no task needs one, and the tasks that are not switched off; no server is asked.
 
     Raises:
-        IdempotencyError: if an option is bad, if there is no store, or if a task is atomic and the store knows no
-            transactions.
+        IdempotencyError: for a bad option, a missing store, or an atomic task whose store has no transactions.
     """
     # A call, which makes the definition where it is missing: a task with bad options is registered without one.
-    made = [
-        task.idempotency_definition()
-        for _, task in sorted(app.tasks.items())
-        if hasattr(task, "idempotency_definition")
-    ]
-    tasks = [each for each in made if each is not None]
-    store = get_store(app) if tasks else None
-    if store is not None:
-        store.missing_bounds()  # reads the settings of a database
-        for each in tasks:
-            if each.policy.atomic:
-                transactional(store, each.name)
+    known = [getattr(task, "idempotency_definition", None) for _, task in sorted(app.tasks.items())]
+    tasks = [made for find in known if find is not None and (made := find()) is not None]
+    if not tasks:
+        return None, []
+    store = get_store(app)
+    store.missing_bounds()  # reads the settings of a database
+    for each in tasks:
+        if each.policy.atomic:
+            transactional(store, each.name)
     return store, tasks
 
 
@@ -252,5 +225,4 @@ def check_in_thread(app: AnyCelery) -> None:
         except Exception:
             logger.warning("idempotency: the checks themselves failed", exc_info=True)
 
-    name = "celery-idempotent-checks"
-    threading.Thread(target=log_findings, name=name, daemon=True).start()
+    threading.Thread(target=log_findings, name="celery-idempotent-checks", daemon=True).start()

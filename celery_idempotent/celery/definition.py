@@ -1,4 +1,4 @@
-"""What a task's options, its signature and its app make of it, checked once and frozen.
+"""The definition of a task: what its options, its signature and its app make of it, checked once and frozen.
 
 ::
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Functions that return before their body has run.
+_UNFINISHED: tuple[tuple[Callable[[object], bool], str], ...] = (
+    (inspect.iscoroutinefunction, "coroutine"),
+    (inspect.isgeneratorfunction, "generator"),
+    (inspect.isasyncgenfunction, "generator"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
@@ -55,20 +64,16 @@ class Definition:
     fuses: bool
 
     def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
-        """Return what a call is about; one that is only observed falls back to its task id.
-
-        Raises:
-            InvalidKey: if the key or scope cannot be used, or is missing where one is required, and that is enforced.
-        """
+        """Return what a call is about, or raise ``InvalidKey``."""
         try:
             return self.identifier.identify(args, kwargs, task_id=task_id, **about)
         except InvalidKey as error:
-            if self.policy.mode != "observe":
-                raise
             return self.observed(error, task_id)
 
     def observed(self, refused: InvalidKey, task_id: str) -> Identified:
-        """Say what would have been refused, and return what a call without a key is about."""
+        """Raise the error; where that is only observed, return what a call without a key is about."""
+        if self.policy.mode != "observe":
+            raise refused
         logger.warning("idempotency: observed: a call would have been refused: %s", refused)
         return self.identifier.by_task_id(task_id)
 
@@ -86,8 +91,7 @@ class DefinedTask(TaskBase):
     def idempotency_definition(self) -> Definition | None:
         """Return the definition of a task that is not left alone, nor switched off.
 
-        A task that another thread is still binding is bound here, too: then nothing is published unstamped, or through
-        whatever app is current in this thread.
+        A task that another thread is still binding is bound here, too: then nothing is published unstamped.
         """
         if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
@@ -102,11 +106,7 @@ class DefinedTask(TaskBase):
 
     @property
     def idempotency_policy(self) -> Policy:
-        """The checked options of this task.
-
-        Raises:
-            IdempotencyError: for one of Celery's own tasks.
-        """
+        """The checked options of this task; an ``IdempotencyError`` is raised for one of Celery's own."""
         return self._ours().policy
 
 
@@ -119,8 +119,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     """Return the definition of ``task``; ``base``: the class whose ``__call__`` and ``backend`` this serves.
 
     Raises:
-        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value, or the task's body
-            would be settled before it runs.
+        InvalidOption: for an unknown or bad option, or a body that would be settled before it runs.
     """
     name = str(task.name)
     refuse_unknown_settings(own_settings(app))
@@ -146,32 +145,77 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
 
 
 def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
-    """Refuse a body that returns before it has run, unless a base is there to run it.
-
-    A body behind a decorator or a lambda is found when it returns (:func:`.is_unfinished`).
-    """
+    """Refuse a body that returns before it has run, unless a base runs it; :func:`.is_unfinished` finds hidden ones."""
     run = inspect.getattr_static(task, "run")
     body = getattr(run, "__func__", run)
     while isinstance(body, partial):
         body = body.func
-    bodies = (
-        body,
-        type(body).__call__,
-    )  # the second is that of an object that is called as a function
+    # The second is that of an object that is called as a function.
+    kinds = [kind for test, kind in _UNFINISHED if test(body) or test(type(body).__call__)]
     others = (each for each in task.__mro__ if each not in (base, Task))
-    if any("__call__" in vars(each) for each in others):
-        return
-    if any(map(inspect.iscoroutinefunction, bodies)):
-        kind = "coroutine"
-    elif any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in bodies):
-        kind = "generator"
-    else:
+    if not kinds or any("__call__" in vars(each) for each in others):
         return
     refused = InvalidOption(
-        f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
+        f"Task {task.name} is a {kinds[0]} function, and Celery stores what it returns without running it: its record "
         "would say COMPLETED before anything is done. Run it within the task (asyncio.run(…)), give the task a base "
         'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
     )
     if not observed:
         raise refused
     logger.warning("idempotency: observed: a task would have been refused: %s", refused)
+
+
+# -- which tasks there are ---------------------------------------------------------------------------------------------
+
+#: The apps whose task modules are imported, or are being imported.
+loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
+
+
+def definitions(app: Celery, *, load: bool = False) -> list[Definition]:
+    """Return those of the app's idempotent tasks, also of those that are switched off; ``load``: import all before."""
+    if load:
+        load_tasks(app)
+    found = [getattr(task, "_definition", None) for task in list(app.tasks.values())]
+    return [each for each in found if each is not None]
+
+
+def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definition | None:
+    """Return the definition of the task that the records of a namespace belong to, also if it is switched off.
+
+    ``None``: they are a view's, or another app's. ``load``: import the app's tasks if this process knows none with it.
+    """
+    for each in definitions(app):
+        if each.identifier.namespace == namespace:
+            return each
+    if not load:
+        return None
+    load_tasks(app)
+    return definition_of(app, namespace)
+
+
+def may_guard(app: Celery, name: str) -> bool:
+    """May this be an idempotent task? Of those that this app does not know, some are if some of its own are."""
+    if name not in app.tasks:
+        return any(each.policy.mode != "off" for each in definitions(app))
+    find = getattr(app.tasks[name], "idempotency_definition", None)
+    return find is not None and find() is not None
+
+
+def load_tasks(app: Celery) -> None:
+    """Import the modules with the app's tasks, as a worker does, once: other processes know only those that they use.
+
+    Raises whatever one of these modules raises.
+    """
+    if app in loaded:
+        return
+    loaded.add(app)  # already now: the modules may ask for tasks themselves
+    # With this set, Celery does not have Django check itself before it imports tasks: we may be one of those checks.
+    before = os.environ.get("CELERY_SKIP_CHECKS", "")
+    os.environ["CELERY_SKIP_CHECKS"] = "1"
+    try:
+        app.loader.import_default_modules()
+    except BaseException:
+        loaded.discard(app)
+        raise
+    finally:
+        os.environ["CELERY_SKIP_CHECKS"] = before

@@ -379,8 +379,6 @@ def identify_delivery(
         try:
             stamped = Identified.from_header(header, definition.identifier.namespace)
         except InvalidKey as error:
-            if definition.policy.mode != "observe":
-                raise
             return definition.observed(error, task_id)
         if stamped is not None:
             return stamped

@@ -20,7 +20,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.registry import definition_of, definitions
+from celery_idempotent.celery.definition import definition_of, definitions
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.rules import canonical, task_id_key
 from celery_idempotent.records import Identity, Page, Record, Selection, State

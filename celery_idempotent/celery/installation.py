@@ -11,33 +11,25 @@ from typing import TYPE_CHECKING, Any
 from celery import signals as celery_signals
 
 from celery_idempotent.celery import callbacks, sweep
-from celery_idempotent.celery.registry import definitions
+from celery_idempotent.celery.definition import definitions
 from celery_idempotent.events import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
-#: How often the pool looks after its children, in seconds.
-WATCH = 1.0
 
+def make_store(sender: Any, **_: object) -> None:
+    """Note the pool's time limit, and make the store, whose modules the pool's processes thus inherit.
 
-def make_store(sender: WorkController, **_: object) -> None:
-    """Make the store before the pool's processes are forked: they inherit its modules, and import none of them.
-
-    They inherit the pool's hard time limit as well, which may be an option of the command line.
-
-    Raises:
-        SystemExit: if no task could run: the worker would take messages, and get rid of them.
+    A worker of which no task could run ends: it would take messages, and get rid of them.
     """
     from celery_idempotent.celery import delivery
     from celery_idempotent.celery.checks import check_or_raise
 
-    limit = sender.time_limit  # type: ignore[attr-defined]  # Celery has it
-    delivery.pool_time_limits[real_app(sender.app)] = limit
+    delivery.pool_time_limits[real_app(sender.app)] = sender.time_limit
     try:
         check_or_raise(sender.app)
     except Exception as error:
@@ -53,15 +45,10 @@ def check_setup(sender: Consumer, **_: object) -> None:
 
 
 def watch_children(sender: Any, before: Any = None, **_: object) -> None:
-    """Have the pool look after its children every second.
+    """Have the pool look after its children every second; ``before``: the timer that this replaces.
 
-    The pool itself looks when a child's pipe closes, and every five seconds. That is late for a short lease::
-
-        child   SIGKILL ─ its pipe closes ─ becomes a zombie
-        pool                 looks: still alive ──────────────────── 5 s ─ looks: dead
-        lease                          runs out after 3 s, unnoticed
-
-    ``before``: the timer that this replaces.
+    The pool itself looks when a child's pipe closes, which is before the child is dead, and then after five seconds:
+    late for a short lease.
     """
     hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
     look = getattr(getattr(pool, "_pool", None), "maintain_pool", None)
@@ -69,18 +56,13 @@ def watch_children(sender: Any, before: Any = None, **_: object) -> None:
         return
     if before is not None:
         before.cancel()
-    timer = hub.call_repeatedly(WATCH, look)
-    # Celery calls it once, when the consumer is ready: again after it has lost its broker, when Celery < 5.7 loses its
-    # timers.
+    timer = hub.call_repeatedly(1.0, look)
+    # Celery calls it once: when the consumer is ready again after it lost its broker, and Celery < 5.7 its timers.
     sender.init_callback = partial(watch_children, before=timer)
 
 
 def install_tasks(app: Celery) -> None:
-    """Prepare ``app``, its workers and its beat for idempotent tasks.
-
-    Raises:
-        InvalidOption: for a bad ``idempotency_sweep_interval``.
-    """
+    """Prepare ``app``, its workers and its beat for idempotent tasks, or raise what :func:`.sweep_interval` does."""
     _connect_receivers()
     sweep.install_sweep(real_app(app))
 

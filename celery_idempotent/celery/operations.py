@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from celery_idempotent import signals
 from celery_idempotent.celery import sweep
-from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
 from celery_idempotent.events import Details, Line, printable, worker_name
 from celery_idempotent.protocol.lease import heartbeat

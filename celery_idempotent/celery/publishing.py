@@ -34,8 +34,7 @@ from celery.utils import uuid
 
 from celery_idempotent import signals
 from celery_idempotent.celery import callbacks
-from celery_idempotent.celery.definition import DefinedTask, Definition
-from celery_idempotent.celery.registry import may_guard
+from celery_idempotent.celery.definition import DefinedTask, Definition, may_guard
 from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError

@@ -14,9 +14,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
+from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.finding import scope_in_words, task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
-from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ResultUnavailable

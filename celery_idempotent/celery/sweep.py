@@ -6,10 +6,9 @@ What becomes of a record whose lease ran out is what its task said when it claim
     "fail"        INTERRUPTED, then FAILED          duplicates get ProcessingTimedOut, until a person looks at it
     "requeue"     QUEUED, one crash more            its message is published again, from the record
 
-The store writes the new state first, and then the sweep acts on it. Should it die before it has published a message,
-the record is past its new deadline after a minute, and another sweep publishes it. Two copies do no harm: they have one
-task id, so the second is a redelivery. A record that it has not settled FAILED stays INTERRUPTED: the next delivery or
-call of the key settles it.
+The store writes the new state first, and then the sweep acts on it. If it dies before it has published a message, the
+record is past its new deadline after a minute, and another sweep publishes it; two copies have one task id, so the
+second is a redelivery. A record that it has not settled FAILED is settled by the next delivery or call of the key.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
@@ -40,27 +39,20 @@ logger = logging.getLogger(__name__)
 
 #: The name of the task, and of its entry in the beat schedule.
 SWEEP = "celery_idempotent.sweep"
-
 #: The most records that one sweep looks at: the next one goes on where it stopped.
 SWEEP_LIMIT = 10_000
-
 #: A requeued message that did not start in time counts as lost, and is published again.
 REQUEUE_MS = 60_000
 
-#: Why a sweep acts.
 _STALE = "the lease ran out"
-
 _NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
 
 def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:
     """Interrupt stale claims and prune what is past its retention; return the counts.
 
-    Safe to run on any number of machines at once: whether a claim is stale is decided by the store at the moment of the
-    write. ``more`` says that ``limit`` left work for the next sweep.
-
-    Raises:
-        StoreUnavailable: if the store did not answer; the next sweep does the work.
+    Any number of machines may do it at once: the store decides at the moment of the write whether a claim is stale.
+    ``more``: ``limit`` left work for the next sweep. The next one also does what ``StoreUnavailable`` ended.
     """
     store, started = get_store(app), time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
@@ -76,14 +68,9 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     done = ", ".join(f"{name} {count}" for name, count in counts.items())
     seconds = round(time.monotonic() - started, 4)
     level = logging.INFO if any(counts.values()) else logging.DEBUG
-    Reporter(SWEEP, lambda: sender, lambda: store).report(
-        signals.swept,
-        None,
-        store=store,
-        count=counts["interrupted"],
-        line=Line(level, f"sweep {done} in {seconds:.3f} s"),
-        has_writer=False,
-    )
+    line = Line(level, f"sweep {done} in {seconds:.3f} s")
+    reporter = Reporter(SWEEP, lambda: sender, lambda: store)
+    reporter.report(signals.swept, None, count=counts["interrupted"], line=line, has_writer=False)
     counters.write()
     kept = store.upkeep(app, limit=limit)
     store.note_sweep()
@@ -100,8 +87,7 @@ def report_record(
         reporter = definition.reporter
     else:  # a view's record, or of another app: it is reported by its namespace
         reporter = Reporter(namespace, lambda: None, partial(get_store, app))
-    about = record.identity, record.task_id, record
-    reporter.report(outcome, *about, has_writer=False, **details)
+    reporter.report(outcome, record.identity, record.task_id, record, has_writer=False, **details)
 
 
 def _time_out(app: Celery, record: Record) -> bool:
@@ -209,8 +195,7 @@ def install_sweep(app: Celery) -> None:
         if interval is None or SWEEP in app.conf.beat_schedule:
             return
         # A tick that no worker took before the next one is of no use any more. RabbitMQ then drops its message.
-        seconds = max(interval, 1.0)
-        options = {"expires": seconds, "expiration": seconds}
+        options = dict.fromkeys(("expires", "expiration"), max(interval, 1.0))
         entry = {"task": SWEEP, "schedule": interval, "options": options}
         # By the name that Celery looks for first, which may have the prefix of all settings.
         name = names_of(app.conf, "beat_schedule")[0]

@@ -1,10 +1,8 @@
 """The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
 
-Without this a lost child's key waits for its lease. The main process knows which child it gave a message to; the record
-knows who claimed it. Only if both agree (task id, worker, pid), and only once that pid is gone, the claim is
-interrupted: an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best
-effort and bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an
-exception.
+The main process knows which child it gave a message to; the record knows who claimed it. Both must agree (task id,
+worker, pid), and that pid must be gone: after an announcement (a revoke, a time limit) the task may go on. All of it is
+best effort and bounded: the lease stays the rule. Pools without processes have no children to lose.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 LOSS_TIMEOUT = 0.25
 _POLL = 0.02
 _LONGEST_POLL = 1.0
-
 #: For how many seconds a claim may arrive after its child is known to be gone.
 LATE = 5.0
 
@@ -56,7 +53,6 @@ class Request(CeleryRequest):
 
     #: Celery makes a subclass for each task.
     task: DefinedTask
-
     _loss_handled = False
 
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
@@ -70,9 +66,7 @@ class Request(CeleryRequest):
             **republish.origin(self.task.app, self.delivery_info),
         }
 
-    def on_failure(
-        self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False
-    ) -> Any:  # the stubs know no return value
+    def on_failure(self, exc_info: ExceptionInfo, *args: Any, **options: Any) -> Any:
         """Interrupt the claim of a child that was lost, before the message goes back."""
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
@@ -81,7 +75,7 @@ class Request(CeleryRequest):
             self._child_lost()
         if (outcome := getattr(error, OUTCOME, None)) is not None:
             exc_info.exception = outcome
-        return super().on_failure(exc_info, send_failed_event, return_ok)
+        return super().on_failure(exc_info, *args, **options)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """Interrupt the claim of a child that a hard time limit ends."""
@@ -106,16 +100,14 @@ class Request(CeleryRequest):
     def _child_lost(self) -> None:
         """Have a thread interrupt the claim that the child may have held."""
         pid: Any = self.worker_pid
-        if not pid or pid == os.getpid() or pid > _LARGEST_PID:
-            return  # never started, or a pool without processes
+        task, definition = self.task, self.task.idempotency_definition()
+        if not pid or pid == os.getpid() or pid > _LARGEST_PID or definition is None:
+            return  # never started, in a pool without processes, or switched off
         if self._loss_handled:
             return  # a hard time limit comes here twice
         self._loss_handled = True
-        task, headers = self.task, self.request_dict
         try:
-            definition = task.idempotency_definition()
-            if definition is None:
-                return  # one of Celery's own, or switched off
+            headers = self.request_dict
             args, kwargs, _ = self._payload  # type: ignore[attr-defined]  # Celery has it
             identity = identify_delivery(
                 definition,
@@ -130,8 +122,7 @@ class Request(CeleryRequest):
             work = partial(interrupt_claim, task, identity, self.id, pid, looked)
             threading.Thread(target=work, name="idempotency-background", daemon=True).start()
             if gone(pid):
-                # Before the message goes back. A child that is still to be killed is not waited for: the pool kills it
-                # only when this has returned.
+                # Before the message goes back. The pool kills a living child only when this has returned.
                 looked.wait(LOSS_TIMEOUT)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
@@ -142,15 +133,9 @@ def interrupt_claim(
 ) -> None:
     """Wait for the end of a child, then interrupt the claim of its delivery; ``looked``: the record was read since.
 
-    The claim may reach the store after the end of the child is known. So a key without a holder is read again for some
-    seconds::
-
-        child   sends its claim ──┬─ SIGKILL
-        main                      │    the child is gone ─ reads the record: no holder
-        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
-
-    This runs in a thread, and the pool may fork at any moment. It must not import anything: a child would find the lock
-    of that module taken for ever.
+    A claim on its way may reach the store after the end of its child is known: a key without a holder is read again for
+    some seconds. This runs in a thread, and the pool may fork at any moment. It must not import anything: a child would
+    find the lock of that module taken for ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
     interrupt = partial(_interrupt, task, get_store(task.app), identity, task_id, pid)
@@ -175,13 +160,9 @@ def interrupt_claim(
 def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str, pid: int) -> bool:
     """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
 
-    The token is read, and must be one that a dead child held. A pid can be given out twice, and the message delivered
-    again to the second child that has it. Hence the last question, in this order::
+    A pid can be given out twice, and the message delivered again to the second child that has it. Hence this order::
 
         read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
-
-    The claim of token 5 was made under that pid, which no process has after the read: its holder is dead, whichever
-    child it was. Who claims after the read has another token.
     """
     record = store.get(identity)
     if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
@@ -189,8 +170,7 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
     held = State.PROCESSING, task_id, worker_name(pid)
     if (record.state, record.task_id, record.worker) != held or not gone(pid):
         return True
-    comes_back = task.acks_late and task.reject_on_worker_lost
-    if record.on_stale == "interrupt" or comes_back:
+    if record.on_stale == "interrupt" or (task.acks_late and task.reject_on_worker_lost):
         # Else its message is gone: the sweep does what the task wants once the lease is over.
         record = store.interrupt(identity, token=record.token)
         if record is not None:
@@ -203,8 +183,7 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
 
 def gone(pid: int) -> bool:
     """Has this process ended, reaped or not?"""
-    # A child that ended and was not waited for still has its pid; WNOWAIT leaves it to the pool to reap. Not every
-    # platform has waitid().
+    # A child that was not waited for still has its pid; WNOWAIT leaves it to the pool. Not every platform has waitid().
     with suppress(ChildProcessError, AttributeError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     try:

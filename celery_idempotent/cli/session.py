@@ -17,7 +17,7 @@ import click
 from click import Option
 
 from celery_idempotent.celery import finding
-from celery_idempotent.celery.registry import load_tasks, namespaces
+from celery_idempotent.celery.definition import definitions, load_tasks
 from celery_idempotent.celery.story import ago, iso
 from celery_idempotent.records import Record, Selection
 from celery_idempotent.stores import Store, get_store
@@ -121,7 +121,8 @@ def number(name: str, default: int, text: str, *, most: int | None = None) -> Op
 def known_namespaces(app: Celery) -> list[str]:
     """Return what keys may be for: the app's tasks, and the views of its Django project."""
     views = django_part("http.views")
-    return list(dict.fromkeys([*namespaces(app), *(views.view_namespaces() if views else ())]))
+    ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
+    return list(dict.fromkeys([*ours, *(views.view_namespaces() if views else ())]))
 
 
 def selection_of(

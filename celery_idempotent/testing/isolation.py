@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from celery import current_app
 
-from celery_idempotent.celery.registry import definitions
+from celery_idempotent.celery.definition import definitions
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import get_store, swap_store
 from celery_idempotent.stores.base import Store

@@ -90,7 +90,7 @@ def test_tasks_that_cannot_be_imported_are_an_error(tmp_path, monkeypatch) -> No
     app.conf.idempotency_store = "memory://"
     for _ in range(2):  # nor is it forgotten after the first look
         (found,) = check(app)
-        assert found.id == "E021"
+        assert found.id == "E001"
         assert "No module named 'nowhere_to_be_found'" in found.problem
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
+from celery_idempotent.celery.definition import definition_of, definitions
 from celery_idempotent.celery.finding import find, look, task_name
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
-from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.celery.story import (
     show_value,
     sweeps_of,
@@ -84,7 +84,8 @@ class IdempotencyRecordAdmin(OperationPages):
     def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
-        tasks = list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
+        ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
+        tasks = list(dict.fromkeys([*view_namespaces(), *ours]))
         page, rows, chosen, more = None, [], {}, ""
         if form.is_valid():
             chosen = form.chosen()

@@ -13,7 +13,7 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
-from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.callers import caller_scope
 from celery_idempotent.django.http.messages import refusal
