@@ -94,6 +94,13 @@ def test_tasks_that_cannot_be_imported_are_an_error(tmp_path, monkeypatch) -> No
         assert "No module named 'nowhere_to_be_found'" in found.problem
 
 
+def test_the_text_of_an_error_that_may_contain_a_secret_is_not_shown(monkeypatch) -> None:
+    app = app_with()
+    monkeypatch.setattr(app.loader, "import_default_modules", lambda: int("password"))
+    (found,) = check(app)
+    assert found.problem == "No worker starts: ValueError."
+
+
 def test_no_store_is_an_error() -> None:
     app = app_with(store="nonsense://")
     assert ids(check_settings(app)) == ["E001"]
@@ -216,6 +223,18 @@ def test_tasks_that_are_routed_to_a_fanout_exchange_are_found(route: dict[str, s
     (finding,) = found
     assert finding.problem.endswith(": every, every.keyed.")
     assert not [each for each in check_settings(app_with()) if each.id == "W023"]
+
+
+@pytest.mark.filterwarnings("ignore:\\s*The 'queue' task attribute is deprecated")
+def test_a_task_with_a_fanout_queue_of_its_own_is_found() -> None:
+    queues = [Queue("celery"), Broadcast("all", queue="bcast")]
+    app = app_with(task_queues=queues, task_routes={"own": {"queue": "celery"}})
+    for name, queue in (("own", "bcast"), ("other", None)):
+        options: dict[str, Any] = {"queue": queue} if queue else {}
+        app.task(name=name, base=IdempotentTask, shared=False, **options)(numbered)
+    (finding,) = check_settings(app)
+    assert ids([finding]) == ["W023"]
+    assert finding.problem.endswith(": own.")
 
 
 def test_the_broker_that_messages_are_read_from_counts() -> None:
