@@ -43,7 +43,6 @@ _GOALS = {
     ("publish", "by_argument"): 1.05,
     ("publish", "by_webhook"): 1.10,
 }
-_FEW = 20
 
 
 def available() -> bool:
@@ -129,7 +128,7 @@ def count(
     done(1, 1)  # writes the bytecode, if there is none
     logs = directory / "cachegrind-%p"
     counts: dict[str, list[int]] = {}
-    for line in done(_FEW, more, under=_cachegrind(logs)).splitlines():
+    for line in done(20, more, under=_cachegrind(logs)).splitlines():
         name, _, pid = json.loads(line)
         counts.setdefault(name, []).append(_counted(logs.with_name(f"cachegrind-{pid}")))
     return {name: (all_ - few) / more for name, (few, all_) in counts.items()}

@@ -60,11 +60,6 @@ def find_in_wheels(wheels: Mapping[str, str]) -> Path | None:
     return None
 
 
-def _find_on_path() -> Path | None:
-    found = next(filter(None, map(shutil.which, _PATH_NAMES)), None)
-    return Path(found) if found else None
-
-
 class Launched:
     """A program in a process group of its own that ends with this process, the launcher between the two.
 
@@ -155,7 +150,8 @@ class EmbeddedRedis:
         prefer_path: bool = False,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        found = (prefer_path and _find_on_path()) or find_in_wheels(_WHEELS) or _find_on_path()
+        on_path = next(filter(None, map(shutil.which, _PATH_NAMES)), None)
+        found = (prefer_path and on_path) or find_in_wheels(_WHEELS) or on_path
         if not found:
             raise ServerUnavailable(
                 "no Redis-compatible server here: pip install --group embedded, or install redis-server"

@@ -83,34 +83,36 @@ def open_stage(
     in it. ``{}`` in ``store`` is the Redis.
     """
     directory = Path(tempfile.mkdtemp(prefix=f"celery-idempotent-{name}-"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(_remove, directory)
-        redis_url = stack.enter_context(EmbeddedRedis()).url()
-        os.environ.update(
-            BANK_MOOD_FILE=str(directory / "bank_mood"),
-            DATABASE_PATH=str(directory / "db.sqlite3"),
-            DJANGO_DEBUG="0",
-            DJANGO_SECRET_KEY=secrets.token_hex(32),
-            DJANGO_SETTINGS_MODULE=settings,
-            REDIS_URL=redis_url,
-            IDEMPOTENCY_STORE=store.format(redis_url),
-        )
-        celery = "celery -A testproject"
-        worker = f"{celery} worker --concurrency {processes} --queues celery,housekeeping"
-        children = [
-            Child(directory, "beat", f"{celery} beat --pidfile= --loglevel INFO --schedule beat"),
-            Child(directory, "web", f"testproject.web {port} port"),
-            Child(
-                directory, "worker", f"{worker} --without-gossip --without-mingle --loglevel INFO"
-            ),
-        ]
-        stack.callback(_stop_all, children)
-        yield children
-
-
-def _remove(directory: Path) -> None:
-    if not (directory / "keep").exists():
-        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        with contextlib.ExitStack() as stack:
+            redis_url = stack.enter_context(EmbeddedRedis()).url()
+            os.environ.update(
+                BANK_MOOD_FILE=str(directory / "bank_mood"),
+                DATABASE_PATH=str(directory / "db.sqlite3"),
+                DJANGO_DEBUG="0",
+                DJANGO_SECRET_KEY=secrets.token_hex(32),
+                DJANGO_SETTINGS_MODULE=settings,
+                REDIS_URL=redis_url,
+                IDEMPOTENCY_STORE=store.format(redis_url),
+            )
+            celery = "celery -A testproject"
+            worker = f"{celery} worker --concurrency {processes} --queues celery,housekeeping"
+            children = [
+                Child(
+                    directory, "beat", f"{celery} beat --pidfile= --loglevel INFO --schedule beat"
+                ),
+                Child(directory, "web", f"testproject.web {port} port"),
+                Child(
+                    directory,
+                    "worker",
+                    f"{worker} --without-gossip --without-mingle --loglevel INFO",
+                ),
+            ]
+            stack.callback(_stop_all, children)
+            yield children
+    finally:
+        if not (directory / "keep").exists():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _stop_all(children: Sequence[Child]) -> None:
@@ -143,21 +145,16 @@ def check_all(children: Sequence[Child]) -> None:
             raise ProcessError(f"{child.name} ended, with exit code {code}:\n{child.tail()}")
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Turn the first signal into :exc:`Stopped`, so that everything is stopped on the way out."""
+def be_stoppable() -> None:
+    """Turn the first signal into :exc:`Stopped`, from now on: everything is stopped on the way out."""
 
     def stop(signum: int, _: FrameType | None) -> None:
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(signum)
 
-    before = {each: signal.signal(each, stop) for each in _SIGNALS}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    for each in _SIGNALS:
+        signal.signal(each, stop)
 
 
 def main() -> int:
@@ -166,7 +163,8 @@ def main() -> int:
     try:
         if not port.isdecimal() or not 0 < int(port) < 65_536:
             raise ProcessError(f"PORT is a number from 1 to 65535, not {port!r}.")
-        with stoppable(), contextlib.ExitStack() as stack:
+        be_stoppable()
+        with contextlib.ExitStack() as stack:
             _serve(int(port), stack)
     except Stopped:
         print("Stopped.", flush=True)

@@ -35,13 +35,9 @@ if not DEBUG and SECRET_KEY == _DEVELOPMENT_KEY:
 _HOSTS = os.environ.get("DJANGO_ALLOWED_HOSTS", "localhost,127.0.0.1,[::1]")
 ALLOWED_HOSTS = [host for host in _HOSTS.split(",") if host]
 
+_CONTRIB = ("admin", "auth", "contenttypes", "messages", "sessions", "staticfiles")
 INSTALLED_APPS = [
-    "django.contrib.admin",
-    "django.contrib.auth",
-    "django.contrib.contenttypes",
-    "django.contrib.messages",
-    "django.contrib.sessions",
-    "django.contrib.staticfiles",
+    *(f"django.contrib.{name}" for name in _CONTRIB),
     "rest_framework",
     "celery_idempotent.django",
     "testproject.webhooks",
@@ -80,7 +76,7 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 # Web server and workers write to one SQLite file: a process that finds it locked waits, and takes the
 # write lock at BEGIN, since a transaction that began as a reader cannot wait for it later.
-# The journal mode is set in testproject.webhooks.apps: Django 4.2 has no setting for it.
+# The journal mode is set in a migration: Django 4.2 has no setting for it.
 _SQLITE_OPTIONS: dict[str, Any] = {"timeout": 20}
 if django.VERSION >= (5, 1):
     _SQLITE_OPTIONS["transaction_mode"] = "IMMEDIATE"

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from testproject.embedded import ServerUnavailable
-from testproject.serve import ProcessError, Stopped, stoppable
+from testproject.serve import ProcessError, Stopped, be_stoppable
 
 _SAMPLE = Path(__file__).resolve().parent.parent / "sample_events.jsonl"
 
@@ -45,9 +45,9 @@ def main(events: Path, store: str, seed: int | None, json: bool) -> None:
     from testproject.demo.traffic import load
 
     try:
-        with stoppable():
-            chosen = secrets.randbelow(10_000) if seed is None else seed
-            code = perform(load(events), seed=chosen, store=store, as_json=json)
+        be_stoppable()
+        chosen = secrets.randbelow(10_000) if seed is None else seed
+        code = perform(load(events), seed=chosen, store=store, as_json=json)
     except (ProcessError, ServerUnavailable) as trouble:
         _fail(f"The demo could not be performed: {trouble}", 2)
     except Stopped as stopped:

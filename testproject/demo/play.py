@@ -13,6 +13,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,7 +95,7 @@ def perform(events: Sequence[Event], *, seed: int, store: str, as_json: bool) ->
             atomic=store != "redis",
         )
         if as_json:
-            print(json.dumps(report.as_json(), indent=2))
+            print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
         else:
             report.print(console)
         if not report.ok:

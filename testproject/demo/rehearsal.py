@@ -38,23 +38,13 @@ _BEFORE_COMMIT_S = 0.06
 _gap: list[int] = []
 
 
-def connect() -> None:
-    task_prerun.connect(_begin)
-    about_to_write.connect(_work)
-    written.connect(_linger)
-    signals.settled.connect(_leave_gap)
-    task_postrun.connect(_leave_gap)
-    task_postrun.connect(_end)
-    for outcome in ("replayed", "conflicted", "interrupted", "swept"):
-        note = functools.partial(_note, outcome)
-        getattr(signals, outcome).connect(note, weak=False)
-
-
+@task_prerun.connect
 def _begin(**_: Any) -> None:
     _busy_file().parent.mkdir(exist_ok=True)
     _busy_file().touch()
 
 
+@task_postrun.connect
 def _end(**_: Any) -> None:
     _busy_file().unlink(missing_ok=True)
 
@@ -69,6 +59,11 @@ def _note(outcome: str, event: signals.Event, **_: Any) -> None:
         log.write(f"{outcome}\n" * (event.count if outcome == "swept" else 1))
 
 
+for _outcome in ("replayed", "conflicted", "interrupted", "swept"):
+    getattr(signals, _outcome).connect(functools.partial(_note, _outcome), weak=False)
+
+
+@about_to_write.connect
 def _work(run: Run, **_: Any) -> None:
     time.sleep(_seconds_of(run))
     if run.kind == Kind.IDEMPOTENT and not django_settings.WEBHOOKS_ATOMIC:
@@ -76,11 +71,14 @@ def _work(run: Run, **_: Any) -> None:
         fcntl.flock(_gap[-1], fcntl.LOCK_SH)
 
 
+@signals.settled.connect
+@task_postrun.connect
 def _leave_gap(**_: Any) -> None:
     while _gap:
         os.close(_gap.pop())
 
 
+@written.connect
 def _linger(**_: Any) -> None:
     if django_settings.WEBHOOKS_ATOMIC:
         time.sleep(random.uniform(0, _BEFORE_COMMIT_S))

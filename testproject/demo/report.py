@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -15,8 +15,6 @@ from testproject.webhooks.figures import Ledger, ledgers
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_LINE_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +43,6 @@ class Report:
     def missing(self) -> int:
         """Deliveries that the idempotent task did not enter."""
         return self.deliveries - self.idempotent.distinct
-
-    def as_json(self) -> dict[str, object]:
-        return {"ok": self.ok, **asdict(self)}
 
     def print(self, console: Console) -> None:
         """Print the table and what it means."""
@@ -98,13 +93,13 @@ class Report:
 
 
 class Progress:
-    """Both ledgers side by side on a terminal, else a line now and then, while the demo works."""
+    """Both ledgers side by side on a terminal, and a line for each event, while the demo works."""
 
     def __init__(self, console: Console, *, requests: int, deliveries: int) -> None:
         self._console = console
         self._requests = requests
         self._deliveries = deliveries
-        self._begin = self._last = time.monotonic()
+        self._begin = time.monotonic()
         # The report takes its place.
         self._live = Live(console=console, transient=True) if console.is_terminal else None
 
@@ -125,22 +120,13 @@ class Progress:
     def update(self, *, accepted: int) -> int:
         """Show what is in the ledgers; return how many deliveries are in that of the idempotent task."""
         plain, idempotent = ledgers()
-        now = time.monotonic()
         if self._live:
-            table = _table(
-                f"After {now - self._begin:.0f} s: {accepted} of {self._requests} requests accepted"
-            )
+            since = time.monotonic() - self._begin
+            table = _table(f"After {since:.0f} s: {accepted} of {self._requests} requests accepted")
             table.box = box.SIMPLE_HEAD
             table.add_row("runs started", str(plain.runs), str(idempotent.runs))
             _add_effects(table, plain, idempotent, "not there yet", self._deliveries)
             self._live.update(table)
-        elif now - self._last >= _LINE_EVERY_S:
-            self._last = now
-            self.say(
-                f"{accepted} of {self._requests} requests accepted. Rows for {self._deliveries}"
-                f" deliveries: celery.Task {plain.rows} ({plain.too_many} too many),"
-                f" IdempotentTask {idempotent.rows} ({idempotent.too_many} too many)"
-            )
         return idempotent.distinct
 
 

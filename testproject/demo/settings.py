@@ -8,7 +8,7 @@ from pathlib import Path
 from testproject import settings as project
 from testproject.settings import *  # noqa: F403 -- this is how Django's settings are derived
 
-INSTALLED_APPS = [*project.INSTALLED_APPS, "testproject.demo"]
+CELERY_IMPORTS = ["testproject.demo.rehearsal"]
 
 #: The directory of all that this run of the demo writes.
 DEMO_DIRECTORY = Path(os.environ["DATABASE_PATH"]).parent

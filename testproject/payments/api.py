@@ -88,9 +88,8 @@ class Payments(APIView):
         return enqueue(request, pay, kwargs={"payer": request.user.pk, **order_of(request)})
 
 
-@method_decorator(
-    non_atomic_requests, name="dispatch"
-)  # the view's own transaction is inside its claim
+# The view's own transaction is inside its claim.
+@method_decorator(non_atomic_requests, name="dispatch")
 class PayNow(APIView):
     """Payments in the request."""
 

@@ -25,8 +25,6 @@ from celery.signals import task_postrun, task_prerun, worker_ready
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import load
 
-__all__ = ["SETTINGS_VARIABLE", "body_lines", "connect", "make_app"]
-
 SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
 
 #: How long a gate may stay closed before a run gives up: longer than any test waits.

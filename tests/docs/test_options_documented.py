@@ -25,7 +25,8 @@ SHOWN_BY = {
     "atomic": "tests/policies/test_effects.py::TestAtomic",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
     "key": "tests/worker/test_delivery.py::test_delivered_again_after_its_end_is_answered_without_a_run",
-    "lease": "tests/migrations/test_redis_lock.py::TestWorkThatTakesLonger",
+    "lease": "tests/migrations/test_migrations.py::"
+    "test_a_duplicate_does_not_run_while_the_first_is_at_work_for_longer_than_its_lease",
     "max_crashes": "tests/faults/test_lost_workers.py::test_a_task_that_kills_its_process_each_time_is_failed",
     "max_result_bytes": "tests/faults/test_pools_and_results.py::"
     "test_a_result_that_is_too_large_is_taken_from_the_result_backend",
@@ -34,7 +35,7 @@ SHOWN_BY = {
     "on_conflict": "tests/matrix/scenarios.py::while_running",
     "on_stale": "tests/policies/test_stale.py",
     "on_store_error": "tests/policies/test_modes.py::TestOpen",
-    "permanent_errors": "tests/worker/test_retry.py",
+    "permanent_errors": "tests/matrix/scenarios.py::after_permanent_failure",
     "publish_once": "tests/policies/test_publish_once.py",
     "retention": "tests/policies/test_effects.py::TestRetention",
     "scope": "tests/policies/test_effects.py::TestScope",

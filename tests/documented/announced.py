@@ -6,8 +6,6 @@ import re
 
 from tests.support.paths import ROOT
 
-__all__ = ["announced"]
-
 _PAGE = ROOT / "docs" / "differences.md"
 
 

@@ -11,8 +11,6 @@ from celery import Celery
 from tests.documented import tasks, tasks_classes, tasks_options
 from tests.documented.recorder import Recorder, watch
 
-__all__ = ["OURS", "PLAIN", "VARIABLE", "make_app"]
-
 #: The settings of a worker as JSON: those of :func:`make_app` and the path of its record.
 VARIABLE = "CELERY_IDEMPOTENT_TEST_DOCUMENTED"
 

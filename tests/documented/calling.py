@@ -11,7 +11,7 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from tests.documented.scenario import scenario
-from tests.documented.sides import PATIENCE, Stage
+from tests.documented.sides import Stage
 
 
 @scenario("delay is apply_async with star arguments")
@@ -90,45 +90,13 @@ def link_of_link(s: Stage) -> None:
     assert s.get(result.children[0].children[0]) == 112
 
 
-@scenario("no link runs when the task fails, but every errback does")
-def errback(s: Stage) -> None:
-    result = s.fail.apply_async(link=s.quiet.s(), link_error=s.new.s())
-    error = s.error(result)
-    assert isinstance(error, ValueError)
-    assert s.wait_seen(result.id, "errback")[0][1:] == ["ValueError('no luck')", True]
-    assert result.traceback.endswith("ValueError: no luck\n")
-
-
-@scenario("an errback of one argument, or a bound one, runs as a task with the failed task's id")
-def old_errback(s: Stage) -> None:
-    for name in ("old", "bound_old"):
-        result = s.fail.apply_async(link_error=getattr(s, name).s())
-        s.error(result)
-
-
 @scenario("several errbacks run in their order, whatever their style")
 def errbacks(s: Stage) -> None:
-    result = s.fail.apply_async(link_error=[s.new.s(), s.old.s(), s.new.s(), s.bound_old.s()])
+    result = s.fail.apply_async(
+        link=s.quiet.s(), link_error=[s.new.s(), s.old.s(), s.new.s(), s.bound_old.s()]
+    )
     s.error(result)
     assert len(s.wait_seen(result.id, "errback", 2)) == 2
-
-
-@scenario("a signature takes links by link() and on_error()")
-def on_error(s: Stage) -> None:
-    sig = s.add.s(2, 2)
-    sig.link(s.mul.s(4))
-    sig.link(s.quiet.s())
-    assert s.get(sig.delay()) == 4
-    result = s.fail.s().on_error(s.new.s()).delay()
-    s.error(result)
-    s.wait_seen(result.id, "errback")
-
-
-@scenario("a countdown delays a task", slow=True)
-def countdown(s: Stage) -> None:
-    start = s.elapsed()
-    assert s.get(s.add.apply_async((2, 2), countdown=1)) == 4
-    assert s.elapsed() - start >= 0.9
 
 
 @scenario("a task that expired is revoked, after seconds or at a moment")
@@ -157,14 +125,3 @@ def unreachable(s: Stage) -> None:
                 s.add.apply_async((1, 1), connection=connection, **options)
             s.note("raised", caught.type)
             assert caught.type is s.add.OperationalError
-
-
-@scenario("get(propagate=False) returns the exception, and a successful child's parent is known")
-def propagate(s: Stage) -> None:
-    result = s.fail.delay("x")
-    value = result.get(timeout=PATIENCE, propagate=False)
-    assert s.note("value", repr(value)) == "ValueError('no luck', 'x')"
-    assert (result.failed(), result.successful(), result.ready()) == (True, False, True)
-    assert isinstance(result.maybe_throw(propagate=False), ValueError)
-    with pytest.raises(ValueError, match="no luck"):
-        result.maybe_throw()

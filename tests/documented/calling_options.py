@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from datetime import datetime, timezone
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -20,13 +17,6 @@ def serializers(s: Stage) -> None:
     for name in ("json", "pickle", "yaml", "msgpack"):
         result = s.echo.apply_async(([1, "ü", None],), {"b": {"c": 1.5}}, serializer=name)
         assert s.get(result) == [[[1, "ü", None]], {"b": {"c": 1.5}}]
-
-
-@scenario("arguments that JSON knows beyond its own arrive as they were")
-def json_types(s: Stage) -> None:
-    given = [datetime(2024, 2, 29, tzinfo=timezone.utc), Decimal("1.10"), uuid.UUID(int=7)]
-    assert s.get(s.echo.apply_async(given)) == [given, {}]
-    assert s.get(s.echo.delay((1, 2), {3: 4})) == [[[1, 2], {"3": 4}], {}]
 
 
 @scenario("arguments that cannot be written are refused when the task is called", absent=1)
@@ -66,13 +56,6 @@ def headers(s: Stage) -> None:
     shown = s.get(s.show.apply_async(headers={"tenant": "a", "trace": {"id": 1}}))
     assert shown["headers"] == {"tenant": "a", "trace": {"id": 1}}
     assert s.get(s.show.apply_async())["headers"] is None
-
-
-@scenario("time limits of the call reach the task")
-def limits(s: Stage) -> None:
-    shown = s.get(s.show.apply_async(time_limit=30, soft_time_limit=20))
-    assert shown["limits"] == [30, 20]
-    assert s.get(s.works_softly.delay("shows"))
 
 
 @scenario("arguments are checked when the task is called")

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from celery import chain, chord, group, signature
+from celery import chain, chord, group
 from celery.exceptions import ChordError
-from celery.result import GroupResult
 
 from tests.documented.scenario import scenario
 from tests.documented.sides import PATIENCE, Stage
-
-
-@scenario("a signature tells its parts, and is called in every way that its task is")
-def signatures(s: Stage) -> None:
-    sig = s.echo.signature((2, 2), {"debug": True}, countdown=0.1)
-    s.note("parts", (sig.args, sig.kwargs, sig.options, str(sig)))
-    assert s.get(sig.delay()) == [[2, 2], {"debug": True}]
-    assert s.get(s.echo.s(1).set(priority=3).apply_async()) == [[1], {}]
-    assert s.note("inline", sig()) == [[2, 2], {"debug": True}]
-    assert (~s.add.s(2, 2)) == 4
-    again = signature(dict(sig), app=s.app)
-    assert s.get(again.apply_async(countdown=0)) == [[2, 2], {"debug": True}]
-
-
-@scenario("an immutable signature takes no more arguments")
-def immutable(s: Stage) -> None:
-    assert s.get(s.echo.si(1).delay(2, a=3)) == [[1], {}]
-    assert s.get(s.echo.signature((1,), immutable=True).apply_async((2,))) == [[1], {}]
-    assert s.get(chain(s.add.si(2, 2), s.add.si(4, 4)).apply_async()) == 8
 
 
 @scenario("a chain hands each result to the next step, and knows its parents")
@@ -65,33 +43,6 @@ def chain_fails(s: Stage) -> None:
     s.see(result)
     by_call = chain(s.fail.s(), s.quiet.s()).apply_async(link_error=s.old.s())
     assert isinstance(s.error(by_call), ValueError)
-
-
-@scenario("a chain's link runs after its last step")
-def chain_link(s: Stage) -> None:
-    sig = chain(s.add.s(1, 1), s.add.s(2))
-    sig.link(s.mul.s(10))
-    result = sig.apply_async()
-    assert s.get(result) == 4
-    (child,) = s.wait(lambda: result.children)
-    assert s.get(child) == 40
-
-
-@scenario("a group runs its members, and its result counts and gathers them")
-def groups(s: Stage) -> None:
-    result = group((s.add.s(n, n) for n in range(5)), app=s.app)()
-    assert isinstance(result, GroupResult)
-    assert s.get(result) == [0, 2, 4, 6, 8]
-    assert result.join(timeout=PATIENCE) == [0, 2, 4, 6, 8]
-    told = (result.ready(), result.successful(), result.failed(), result.waiting())
-    assert s.note("told", (told, result.completed_count())) == ((True, True, False, False), 5)
-    result.save()
-    restored = GroupResult.restore(result.id, app=s.app)
-    assert [each.id for each in restored.results] == [each.id for each in result.results]
-    result.delete()
-    s.note("gone", GroupResult.restore(result.id, app=s.app))
-    result.forget()
-    assert result.results[0].state == "PENDING"
 
 
 @scenario("a group with a failing member fails, and the others end")
@@ -151,16 +102,6 @@ def chord_parts(s: Stage) -> None:
     assert s.get(chord(chords, s.tsum.s(), app=s.app).apply_async()) == 8
 
 
-@scenario("a link of a chord runs after its body")
-def chord_link(s: Stage) -> None:
-    sig = chord([s.add.s(1, 1), s.add.s(1, 1)], s.tsum.s(), app=s.app)
-    sig.link(s.mul.s(100))
-    result = sig.apply_async()
-    assert s.get(result) == 4
-    (child,) = s.wait(lambda: result.children)
-    assert s.get(child) == 400
-
-
 @scenario("a failing header fails its body with ChordError, and the other members run")
 def chord_fails(s: Stage) -> None:
     body = s.quiet.s().on_error(s.new.s())
@@ -186,28 +127,9 @@ def chord_errbacks(s: Stage) -> None:
     s.wait_seen(result.id, "errback")
 
 
-@scenario("link and link_error may be given with the call of a chord", since=(5, 7))
-def chord_call_links(s: Stage) -> None:
-    header: list[Any] = [s.add.s(1, 1), s.add.s(1, 1)]
-    result = chord(header, s.tsum.s(), app=s.app).apply_async(link=s.mul.s(2), link_error=s.new.s())
-    assert s.get(result) == 4
-    bad = chord([s.fail_if.s("bad")] * 2, s.tsum.s(), app=s.app)
-    failed = bad.apply_async(link_error=s.new.s())
-    s.error(failed)
-    assert isinstance(failed.result, ChordError)
-    s.wait_seen(failed.id, "errback")
-
-
 @scenario("a chord in a chain gets the step before, and hands on to the step after")
 def chord_in_chain(s: Stage) -> None:
     middle = chord([s.add.s(1), s.add.s(1)], s.tsum.s(), app=s.app)
     assert s.get(chain(s.add.s(1, 1), middle, s.mul.s(10)).apply_async()) == 60
     two = chain(middle.clone((5,)), chord([s.add.s(1), s.add.s(1)], s.tsum.s(), app=s.app))
     assert s.get(two.apply_async()) == 26
-
-
-@scenario("a failing step before a chord fails what comes after it", since=(5, 7))
-def chain_fails_before_chord(s: Stage) -> None:
-    middle = chord([s.add.s(1), s.add.s(1)], s.tsum.s(), app=s.app)
-    result = chain(s.fail.s(), middle).apply_async()
-    assert isinstance(s.error(result), ValueError)

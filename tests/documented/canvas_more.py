@@ -35,11 +35,6 @@ def chunks(s: Stage) -> None:
     assert s.get(grouped.skew(start=0.1, stop=0.3, step=0.1)()) == [[2], [4]]
 
 
-@scenario("a chunk or a map may be a step of a chain")
-def map_in_chain(s: Stage) -> None:
-    assert s.get((s.add.starmap([(1, 1), (2, 2)]) | s.tsum.s()).apply_async()) == 6
-
-
 @contextlib.contextmanager
 def _errbacks_on_headers(s: Stage, allowed: bool) -> Iterator[None]:
     """Linking an errback to a chord asks the app's setting, and nothing else does."""
@@ -90,17 +85,6 @@ def chord_errbacks_on_header(s: Stage) -> None:
     _failing_header(s, True, "nothing")
 
 
-@scenario("with task_allow_error_cb_on_chord_header a body that fails calls it once", alone=True)
-def chord_errbacks_of_body(s: Stage) -> None:
-    with _errbacks_on_headers(s, True):
-        sig = chord([s.add.s(1, 1), s.add.s(1, 1)], s.fail.s(), app=s.app)
-        sig.link_error(s.new.s())
-    result = sig.apply_async()
-    assert isinstance(s.error(result), ValueError)
-    s.wait_seen(result.id, "errback")
-    s.note("told", [len(s.seen(each.id, "errback")) for each in (*result.parent.results, result)])
-
-
 class MonitoringId(StampingVisitor):
     """Stamps every signature, callback and errback."""
 
@@ -112,26 +96,6 @@ class MonitoringId(StampingVisitor):
 
     def on_errback(self, errback: Any, **headers: Any) -> dict[str, Any]:
         return {"on_errback": True}
-
-
-class InGroup(StampingVisitor):
-    """Stamps what is in a group."""
-
-    def __init__(self) -> None:
-        self.in_group = False
-
-    def on_group_start(self, group: Any, **headers: Any) -> dict[str, Any]:
-        self.in_group = True
-        return {"in_group": [self.in_group], "stamped_headers": ["in_group"]}
-
-    def on_group_end(self, group: Any, **headers: Any) -> None:
-        self.in_group = False
-
-    def on_chain_start(self, chain: Any, **headers: Any) -> dict[str, Any]:
-        return {"in_group": [self.in_group], "stamped_headers": ["in_group"]}
-
-    def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
-        return {"in_group": [self.in_group], "stamped_headers": ["in_group"]}
 
 
 @scenario("a stamp reaches the task, its result's meta data and its retries")
@@ -169,13 +133,6 @@ def visitor_callbacks(s: Stage) -> None:
     s.error(failing.apply_async())
 
 
-@scenario("replacing a stamped task stamps what replaces it")
-def stamped_replace(s: Stage) -> None:
-    sig = s.replaced.s("chain", 1)
-    sig.stamp(tenant="a")
-    assert s.get(sig.apply_async()) == 4
-
-
 @scenario("apply runs a task here, and its result is there at once", alone=True)
 def apply(s: Stage) -> None:
     assert s.get(s.add.apply((2, 2))) == 4
@@ -204,17 +161,6 @@ def apply_ends(s: Stage) -> None:
         result = s.ends.apply((how,))
         s.note(how, (result.state, repr(result.result)))
     assert s.get(s.replaced.apply(("task", 5))) == 15
-
-
-@scenario("apply runs every primitive here", alone=True)
-def apply_canvas(s: Stage) -> None:
-    assert s.get(chain(s.add.s(1, 1), s.mul.s(10)).apply()) == 20
-    assert s.get(group([s.add.s(1, 1), s.add.s(2, 2)], app=s.app).apply()) == [2, 4]
-    assert s.get(chord([s.add.s(1, 1), s.add.s(2, 2)], s.tsum.s(), app=s.app).apply()) == 6
-    assert s.get(s.tsum.map([[1, 2]]).apply()) == [3]
-    assert s.get(s.add.starmap([(1, 2)]).apply()) == [3]
-    through = s.add.s(1, 1) | group([s.add.s(1), s.add.s(2)], app=s.app) | s.tsum.s()
-    assert s.get(through.apply()) == 7
 
 
 @scenario("an app that is always eager runs calls and canvases here", alone=True)

@@ -10,26 +10,12 @@ from tests.documented.sides import Stage
 from tests.documented.tasks_options import Receipt
 
 
-@scenario("a task class is made once in each process, and keeps its state")
-def instantiation(s: Stage) -> None:
-    assert s.get(s.counting.delay("george", "password")) == [True, 1]
-    assert s.get(s.counting.delay("george", "wrong")) == [False, 1]
-
-
 @scenario("a class may override what happens when a task is called")
 def dunder_call(s: Stage) -> None:
     result = s.calling.delay("x")
     assert s.get(result) == "x"
     assert s.seen(result.id, "called") == [[["x"]]]
     assert s.calling("y") == "y"
-
-
-@scenario("a class may change what is sent, and the name that is shown")
-def renaming(s: Stage) -> None:
-    result = s.renamed.delay("x")
-    shadow, headers = result.get(timeout=30)
-    s.note("shadow", shadow)
-    assert headers["by"] == "apply_async"
 
 
 @scenario("handlers run in their order around a run")

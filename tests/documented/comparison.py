@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.documented.sides import Side, Stage
 
-__all__ = ["differences", "history"]
-
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 #: Told by a clock, a process or a broker: of no meaning beside another side's.

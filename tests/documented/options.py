@@ -77,11 +77,6 @@ def acks_late(s: Stage) -> None:
     assert s.note("acknowledged", _acknowledged(s, s.works_late)) is False
 
 
-@scenario("a task acknowledges early where it says so", slow=True)
-def acks_early(s: Stage) -> None:
-    assert s.note("acknowledged", _acknowledged(s, s.works_early)) is True
-
-
 @scenario("a task that says nothing acknowledges early", slow=True, differs="late-acknowledgement")
 def acks_default(s: Stage) -> None:
     assert s.note("acknowledged", _acknowledged(s, s.works)) is not s.ours
@@ -95,12 +90,6 @@ def _acknowledged(s: Stage, task: Any) -> Any:
     assert s.get(result) == "waits"
     (found,) = [each for each in replies[s.side.node] if each["id"] == result.id]
     return found["acknowledged"]
-
-
-@scenario("a lost worker fails a task that acknowledges early", slow=True)
-def lost_early(s: Stage) -> None:
-    result = s.works_early.apply_async(("dies",), queue=s.mortal, link_error=s.old.s())
-    assert isinstance(s.error(result), WorkerLostError)
 
 
 @scenario(
@@ -120,28 +109,10 @@ def lost_default(s: Stage) -> None:
         assert isinstance(s.error(result), WorkerLostError)
 
 
-@scenario("a task that calls sys.exit takes its process down, and fails", slow=True, since=(5, 7))
-def exits(s: Stage) -> None:
-    result = s.works_early.apply_async(("exits",), queue=s.mortal)
-    assert isinstance(s.error(result), (WorkerLostError, SystemExit))
-
-
 @scenario("a failure is acknowledged or, where the task says so, rejected")
 def acks_on_failure(s: Stage) -> None:
     assert isinstance(s.error(s.works_unacked.delay("value error")), ValueError)
     assert isinstance(s.error(s.works_late.delay("value error")), ValueError)
-
-
-@scenario("an exception that keeps its arguments comes back as itself, another by its text")
-def exceptions(s: Stage) -> None:
-    error = s.error(s.works.delay("http error"))
-    assert (type(error).__name__, error.status) == ("HttpError", 404)
-    s.error(s.works.delay("unpickleable"))
-
-
-@scenario("a result that cannot be written fails the task")
-def unserializable(s: Stage) -> None:
-    s.error(s.works_early.delay("unserializable"))
 
 
 @scenario("a revoked task does not run", slow=True)

@@ -15,8 +15,6 @@ from typing import Any
 from celery import current_task, signals
 from celery.app.task import Context
 
-__all__ = ["Recorder", "here", "note", "watch"]
-
 
 class Recorder:
     """A file to which the processes of one side append; a line is one write, and whole."""

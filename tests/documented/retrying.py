@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from celery import chain, chord
-from celery.exceptions import MaxRetriesExceededError, Retry
+from celery.exceptions import Retry
 
 from tests.documented.scenario import scenario
 from tests.documented.sides import Stage
@@ -15,27 +15,6 @@ def retry(s: Stage) -> None:
     result = s.retries.delay(2, "", "x")
     assert s.get(result) == [2, "x"]
     assert [seen[0] for seen in s.seen(result.id, "retries")] == [0, 1, 2]
-
-
-@scenario("a task that retries too often fails with MaxRetriesExceededError")
-def max_retries(s: Stage) -> None:
-    assert isinstance(s.error(s.retries_never.delay(1)), MaxRetriesExceededError)
-    result = s.retries.apply_async((9,), link_error=s.new.s())
-    assert isinstance(s.error(result), MaxRetriesExceededError)
-    assert len(s.seen(result.id, "retries")) == 4
-
-
-@scenario("the exception that was given is raised when retries are over")
-def retry_given(s: Stage) -> None:
-    error = s.error(s.retries.delay(9, "given exc"))
-    assert (type(error).__name__, error.args) == ("HttpError", (503, "busy"))
-
-
-@scenario("a retry may come after a delay, at a moment, or without a limit")
-def retry_when(s: Stage) -> None:
-    assert s.get(s.retries.delay(1, "countdown")) == [1, None]
-    assert s.get(s.retries.delay(1, "eta")) == [1, None]
-    assert s.get(s.retries_for_ever.delay(5)) == [5, None]
 
 
 @scenario("a retry may change arguments and options")
@@ -70,13 +49,6 @@ def retry_canvas(s: Stage) -> None:
     assert s.get(joined) == [[[[1, None], [1, None]]], {}]
 
 
-@scenario("while it waits for its next run a task is in state RETRY, with the exception")
-def retry_state(s: Stage) -> None:
-    result = s.retries.apply_async((1, "exc"), retry=True)
-    assert s.get(result) == [1, None]
-    s.wait(lambda: "retry" in s.kinds(result.id))
-
-
 @scenario("retry outside of a task's run raises the exception, or says that it cannot be")
 def retry_direct(s: Stage) -> None:
     with pytest.raises(KeyError):
@@ -84,15 +56,6 @@ def retry_direct(s: Stage) -> None:
     with pytest.raises(Retry) as caught:
         s.retries.retry()
     s.note("raised", caught.value)
-
-
-@scenario("autoretry_for retries its exceptions, and no others")
-def autoretry(s: Stage) -> None:
-    assert s.get(s.autoretries.delay("key", 1)) == 1
-    assert isinstance(s.error(s.autoretries.delay("key")), KeyError)
-    other = s.autoretries.delay("value")
-    assert isinstance(s.error(other), ValueError)
-    assert len(s.seen(other.id, "run")) == 1
 
 
 @scenario(
@@ -126,10 +89,3 @@ def requeue(s: Stage) -> None:
     result = s.ends_late.delay("requeue")
     assert s.get(result) == "received two times"
     assert [seen[0] for seen in s.seen(result.id, "redelivered")] == [False, True]
-
-
-@scenario("Reject(requeue=True) is too late where a task acknowledges early")
-def requeue_early(s: Stage) -> None:
-    result = s.ends_early.delay("requeue")
-    s.wait(lambda: "postrun" in s.kinds(result.id))
-    assert s.note("state", result.state) == "PENDING"

@@ -10,8 +10,6 @@ import celery
 
 from tests.documented.sides import Stage
 
-__all__ = ["Scenario", "everything", "scenario", "scenarios"]
-
 CELERY = tuple(int(part) for part in celery.__version__.split(".")[:2])
 
 

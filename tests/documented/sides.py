@@ -22,8 +22,6 @@ from tests.support.apps import close_app, forget_results
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
-__all__ = ["PATIENCE", "Side", "Stage"]
-
 #: A result, or whatever a scenario waits for, is there after so many seconds, or never.
 PATIENCE = 120
 

@@ -59,19 +59,6 @@ def register(app: Celery) -> None:
         ) -> None:
             note("after_return", status, repr(retval), task_id, args, kwargs, bool(einfo))
 
-    class Counting(base):
-        """State that lives as long as its process: made once, whatever is called."""
-
-        name = "tests.counting"
-
-        def __init__(self) -> None:
-            self.users = {"george": "password"}
-            self.made = getattr(type(self), "made", 0) + 1
-            type(self).made = self.made
-
-        def run(self, user: str, password: str) -> list[Any]:
-            return [self.users.get(user) == password, self.made]
-
     class Calling(base):
         """Its own ``__call__``."""
 
@@ -81,18 +68,6 @@ def register(app: Celery) -> None:
             note("called", args)
             return super().__call__(*args, **kwargs)
 
-    class Renaming(base):
-        """Its own name in events and logs, and its own way out."""
-
-        abstract = True
-
-        def shadow_name(self, args: Any, kwargs: Any, options: Any) -> str:
-            return f"{self.name} of {args[0]}"
-
-        def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-            options["headers"] = {**(options.get("headers") or {}), "by": "apply_async"}
-            return super().apply_async(args, kwargs, **options)
-
     class Broken(base):
         """A handler that fails."""
 
@@ -101,10 +76,8 @@ def register(app: Celery) -> None:
         def on_success(self, *args: Any) -> None:
             raise RuntimeError("a handler that fails")
 
-    app.register_task(Counting())
     task(name="tests.handled", base=Handled, bind=True, acks_late=True, **_SOON)(handled)
     task(name="tests.calling", base=Calling)(plain)
-    task(name="tests.renamed", base=Renaming, bind=True)(renamed)
     task(name="tests.broken", base=Broken)(plain)
     task(
         name="tests.requested",
@@ -130,10 +103,6 @@ def handled(self: Any, how: str) -> str:
 
 def plain(x: Any) -> Any:
     return x
-
-
-def renamed(self: Any, x: Any) -> Any:
-    return [self.request.shadow, self.request.headers]
 
 
 def requested(self: Any, how: str) -> str:

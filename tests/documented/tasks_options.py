@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -27,21 +26,6 @@ class Order(BaseModel):
 
 class Receipt(BaseModel):
     text: str
-
-
-class HttpError(Exception):
-    """Pickles, as documents want it."""
-
-    def __init__(self, status: int, text: str = "") -> None:
-        self.status = status
-        super().__init__(status, text)
-
-
-class Unpickleable(Exception):
-    """Has other arguments than its ``args`` say."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"{status} {text}")
 
 
 def register(app: Celery) -> None:
@@ -65,8 +49,6 @@ def register(app: Celery) -> None:
 
 _RETRYING: dict[str, dict[str, Any]] = {
     "retries": {"default_retry_delay": 0.3},
-    "retries_never": {"max_retries": 0},
-    "retries_for_ever": {"max_retries": None, "default_retry_delay": 0.3},
     "retries_quietly": {"ignore_result": True, "default_retry_delay": 0.3},
 }
 
@@ -114,17 +96,8 @@ def retries(self: Any, times: int, how: str = "", x: Any = None) -> Any:
             raise KeyError(times)
         except KeyError as error:
             raise self.retry(exc=error) from None
-    if how == "given exc":
-        raise self.retry(exc=HttpError(503, "busy"), max_retries=1)
-    if how == "eta":
-        raise self.retry(eta=datetime.now(timezone.utc) + timedelta(seconds=0.4))
-    if how == "countdown":
-        raise self.retry(countdown=0.4, max_retries=9)
     if how == "args":
         raise self.retry(args=(times, how, "changed"), kwargs={})
-    if how == "returned":
-        note("the exception", type(self.retry(throw=False)).__name__)
-        return "went on"
     if how == "options":
         raise self.retry(priority=5, time_limit=77, headers={"by": "retry"})
     raise self.retry()
@@ -157,16 +130,8 @@ def works(self: Any, how: str = "", *args: Any) -> Any:
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)
-        case "exits":
-            raise SystemExit(3)
-        case "http error":
-            raise HttpError(404, "gone")
-        case "unpickleable":
-            raise Unpickleable(404, "gone")
         case "value error":
             raise ValueError("unexpected")
-        case "unserializable":
-            return object()
         case "shows":
             info = self.request.delivery_info or {}
             return [self.request.id is not None, info.get("priority"), self.serializer]

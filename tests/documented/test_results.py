@@ -112,11 +112,6 @@ class TestCanvas:
         order = sorted if site.app.conf.result_backend_transport_options == _UNORDERED else list
         assert order(gathered[0][0]) == [0, 2, 4, 6]
 
-    def test_a_retry_keeps_its_place_in_a_chord(self, site):
-        retries, echo = site.app.tasks["tests.retries"], site.app.tasks["tests.echo"]
-        result = chord([retries.si(1), retries.si(1)], echo.s(), app=site.app).apply_async()
-        assert get(result) == [[[[1, None], [1, None]]], {}]
-
     def test_members_that_are_delivered_twice_count_once(self, site, published):
         """The second delivery comes when its chord is complete but for one member."""
         tasks = site.app.tasks

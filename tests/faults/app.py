@@ -41,29 +41,15 @@ def make_app(broker: str, backend: str | None, conf: dict[str, Any]) -> Celery:
         "idempotency_fingerprint": ("key",),
     }
 
-    @app.task(name="work", **keyed)
-    def work(self: Any, key: str, how: str = "", gate: str = "") -> str:
-        return play(self, key, how, gate)
-
-    @app.task(name="early", acks_late=False, **keyed)
-    def early(self: Any, key: str, how: str = "", gate: str = "") -> str:
-        return play(self, key, how, gate)
-
-    for name, late in (("sent_again", True), ("sent_again_early", False)):
-
-        @app.task(
-            name=name, acks_late=late, retry_on_worker_lost=True, default_retry_delay=1, **keyed
-        )
-        def sent_again(self: Any, key: str, how: str = "", gate: str = "") -> str:
-            return play(self, key, how, gate)
-
-    @app.task(name="never_retried", max_retries=0, **keyed)
-    def never_retried(self: Any, key: str, how: str = "", gate: str = "") -> str:
-        return play(self, key, how, gate)
-
-    @app.task(name="quiet", ignore_result=True, **keyed)
-    def quiet(self: Any, key: str, how: str = "", gate: str = "") -> str:
-        return play(self, key, how, gate)
+    again: dict[str, Any] = {"retry_on_worker_lost": True, "default_retry_delay": 1}
+    for name, options in {
+        "work": {},
+        "early": {"acks_late": False},
+        "sent_again": {"acks_late": True, **again},
+        "sent_again_early": {"acks_late": False, **again},
+        "never_retried": {"max_retries": 0},
+    }.items():
+        app.task(name=name, **options, **keyed)(play)
 
     @app.task(name="value", **keyed)
     def value(self: Any, key: str, what: str) -> Any:
@@ -78,10 +64,10 @@ def make_app(broker: str, backend: str | None, conf: dict[str, Any]) -> Celery:
     return app
 
 
-def play(task: Any, key: str, how: str, gate: str) -> str:
+def play(self: Any, key: str, how: str = "", gate: str = "") -> str:
     """Note a start, do as told, note an effect, as the last thing before the return."""
     ledger = Ledger.from_env()
-    ledger.append("start", key, task.request.id)
+    ledger.append("start", key, self.request.id)
     first = ledger.count("start", key) == 1
     if how == "fails":
         raise ValueError(key)
@@ -92,7 +78,7 @@ def play(task: Any, key: str, how: str, gate: str) -> str:
         raise ValueError(key)
     if how == "retries at the gate once" and first:
         wait_at(gate)
-        raise task.retry(countdown=0.1)
+        raise self.retry(countdown=0.1)
     if how == "hangs once" and first:
         wait_at("never")
     if how == "hangs deaf once" and first:
@@ -101,14 +87,14 @@ def play(task: Any, key: str, how: str, gate: str) -> str:
     if how == "kills":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "makes sure":
-        task.idempotency.ensure()
+        self.idempotency.ensure()
     if how == "keeps soft limits off":
         with contextlib.suppress(Exception):
             wait_at(gate)
     wait_at(gate)
-    ledger.append(f"retries {task.request.retries}", key, task.request.id)
-    ledger.append("effect", key, task.request.id)
-    return f"done by {task.request.id}"
+    ledger.append(f"retries {self.request.retries}", key, self.request.id)
+    ledger.append("effect", key, self.request.id)
+    return f"done by {self.request.id}"
 
 
 def gate_path(gate: str) -> Path:

@@ -32,8 +32,6 @@ from celery_idempotent.celery import republish
 from tests.support.apps import hurry
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
-__all__ = ["CONF", "POINTS", "Backend", "label_of", "make_app"]
-
 CONF = "SENDING_CONF"
 POINTS = ("settled", "sending", "sent", "stored", "marking", "marked")
 

@@ -27,8 +27,6 @@ from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
-__all__ = ["Stand", "open_stand"]
-
 PATIENCE = 40
 
 

@@ -16,10 +16,11 @@ from celery.result import AsyncResult
 
 from celery_idempotent import TooManyCrashes
 from celery_idempotent.celery.delivery import identify_delivery
-from celery_idempotent.records import Claimed, ClaimRequest, State
+from celery_idempotent.records import State
 from celery_idempotent.stores import get_store
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
+from tests.support.records import claim_key
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 from tests.support.workers import alive
@@ -79,18 +80,6 @@ class TestLimits:
         assert stage.queued() == 0
 
     @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
-    def test_a_hard_limit_that_requeues_runs_to_one_result(self, set_stage: SetStage):
-        stage = set_stage(task_acks_on_failure_or_timeout=False, idempotency_lease=LONG)
-        stage.worker()
-        stage.send("work", "deaf", "hangs deaf once", time_limit=1)
-        stage.send("work", "k", "hangs once", time_limit=1)
-        for key in ("deaf", "k"):
-            wait_for(partial(completed, stage, key), SOON, f"{key} to be completed")
-            assert stage.effects(key) == 1
-            assert stage.starts(key) == 2
-        assert stage.effects("k") == stage.effects("deaf") == 1
-
-    @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
     @pytest.mark.parametrize("given", ["message", "setting", "command line"])
     def test_a_task_that_always_meets_its_hard_limit_is_failed_after_the_crashes_allowed(
         self, set_stage: SetStage, given: str
@@ -129,16 +118,6 @@ class TestRevokes:
         wait_for(lambda: free(stage, "k"), SOON, "the key to be free")
         stage.ran_once("k", stage.send("work", "k"))
         assert revoked(victim)
-
-    def test_a_soft_limit_by_hand_gives_the_key_back(self, set_stage: SetStage):
-        stage = set_stage()
-        stage.worker()
-        victim = stage.send("work", "k", "hangs once")
-        child = stage.started("k")
-        self.revoke(stage, victim.id, "SIGUSR1")
-        wait_for(lambda: stage.record("k") is None, what="the key to be given back")
-        assert alive(child)
-        stage.ran_once("k", stage.send("work", "k"))
 
     def test_a_child_that_ignores_the_signal_keeps_its_claim(self, set_stage: SetStage):
         stage = set_stage()
@@ -192,18 +171,14 @@ class TestRevokes:
         """Have another machine hold the key for the same message."""
         task: Any = stage.client.tasks["work"]
         identity = identify_delivery(task._definition, {}, [key], {}, task_id=task_id).identity
-        answer = get_store(stage.client).claim(
-            ClaimRequest(
-                identity=identity,
-                attempt=os.urandom(8),
-                lease_ms=60_000,
-                keep_ms=60_000,
-                task_id=task_id,
-                worker=f"another-machine:{os.getpid()}",
-            )
+        return claim_key(
+            get_store(stage.client),
+            identity,
+            lease_ms=60_000,
+            keep_ms=60_000,
+            task_id=task_id,
+            worker=f"another-machine:{os.getpid()}",
         )
-        assert isinstance(answer, Claimed)
-        return answer.record
 
     def test_the_run_of_another_worker_survives_the_revoke_of_a_redelivery(
         self,
@@ -240,21 +215,6 @@ class TestRevokes:
 
 
 class TestShutdown:
-    def test_a_warm_one_finishes_the_run(self, set_stage: SetStage):
-        stage = set_stage()
-        worker = stage.worker()
-        result = stage.send("work", "k", "", "gate")
-        stage.started("k")
-        worker.send_signal(signal.SIGTERM)
-        stage.says(worker, "Warm shutdown")
-        stage.open("gate")
-        assert worker.wait() == 0
-        assert stage.succeeds(result) == f"done by {result.id}"
-        assert stage.state("k") is State.COMPLETED
-        assert stage.queued() == 0
-        worker.start()
-        stage.ran_once("k", result)
-
     def test_a_cold_one_gives_the_key_back_and_the_redelivery_runs(self, set_stage: SetStage):
         stage = set_stage()
         worker = stage.worker()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -58,49 +57,6 @@ class TestOfTheStoreDuringARun:
         assert stage.succeeds(result) == stage.succeeds(again) == f"done by {result.id}"
         assert stage.starts("k") == stage.effects("k") == 1
         assert stage.told("lease_lost", "k") == 0
-
-    def test_one_worker_cut_off_for_longer_than_its_lease_answers_with_the_winners_result(
-        self, set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
-    ):
-        stage = set_stage(idempotency_lease=1, worker_prefetch_multiplier=1)
-        stage.worker("cut_off")
-        late = stage.send("work", "k", "", "gate")
-        stage.started("k")
-        stage.worker("well", conf={"idempotency_store": private_redis.url()})
-        redis_proxy.refuse()
-        winner = stage.send("work", "k")
-        assert stage.succeeds(winner) == f"done by {winner.id}"
-        settled = the_record(stage, "k")
-        assert (settled.attempts, settled.crashes) == (2, 1)
-        redis_proxy.heal()
-        stage.open("gate")
-        assert stage.succeeds(late) == f"done by {winner.id}"
-        stage.tells("lease_lost", "k")
-        stage.tells("settled", "k")
-        assert the_record(stage, "k") == settled
-
-    def test_one_killed_and_restarted_with_its_data_knows_its_claims(
-        self, set_stage: SetStage, persistent_redis: EmbeddedRedis
-    ):
-        url = persistent_redis.url()
-        stage = set_stage(store=url, direct=url)
-        stage.worker(concurrency=2)
-        sent = {key: stage.send("work", key, "", "gate") for key in ("ends while away", "goes on")}
-        before = {}
-        for key in sent:
-            stage.started(key)
-            before[key] = the_record(stage, key)
-        persistent_redis.kill()
-        stage.open("gate")
-        for key, result in sent.items():
-            wait_for(partial(stage.effects, key), what="the run to end")
-            assert result.state == "PENDING"
-        # It comes back without the scripts that it was given.
-        persistent_redis.start()
-        for key, result in sent.items():
-            stage.ran_once(key, result)
-            after = the_record(stage, key)
-            assert (after.token, after.attempts, after.crashes) == (before[key].token, 1, 0)
 
     def test_one_restarted_and_swept_before_the_heartbeats_takes_no_claim_away(
         self, set_stage: SetStage, persistent_redis: EmbeddedRedis
@@ -178,36 +134,6 @@ class TestOfTheRights:
                 stage.ran_once("k", result)
             finally:
                 client.execute_command("ACL", "DELUSER", "u")
-
-
-class TestOfTheBrokerAsWell:
-    def test_a_message_acknowledged_early_lives_on_in_its_child_until_both_are_back(
-        self, set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], rabbitmq_url: str
-    ):
-        address = urlsplit(rabbitmq_url)
-        with Proxy(address.hostname or "127.0.0.1", address.port or 5672) as broker:
-            netloc = f"{address.username}:{address.password}@127.0.0.1:{broker.port}"
-            stage = set_stage(worker_broker=address._replace(netloc=netloc).geturl())
-            worker = stage.worker()
-            (child,) = worker.children()
-            redis_proxy.lose_requests(digests["claim"], times=None)
-            result = stage.send("early", "k")
-            wait_for(lambda: redis_proxy.lost, what="the claim to be tried")
-            worker.freeze(child)
-            wait_for(lambda: self.acknowledged(stage, result.id), what="the broker to give it up")
-            broker.refuse()
-            worker.thaw(child)
-            stage.says(worker, f"early[{result.id}] cannot be published, pausing 2 s")
-            assert stage.queued() == 0
-            assert stage.starts("k") == 0
-            broker.heal()
-            redis_proxy.heal()
-            stage.ran_once("k", result, task="early")
-
-    def acknowledged(self, stage: Stage, task_id: str) -> bool:
-        answers = stage.client.control.inspect(limit=1).active() or {}
-        active = [task for tasks in answers.values() for task in tasks]
-        return any(task["id"] == task_id and task["acknowledged"] for task in active)
 
 
 class TestOfMemory:

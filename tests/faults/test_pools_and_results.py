@@ -39,24 +39,6 @@ class TestPools:
             assert stage.effects(key) == stage.starts(key) == 1
             assert stage.record(key).crashes == 0
 
-    def test_solo_runs_duplicates_once_and_renews_its_claim(self, set_stage: SetStage):
-        stage = set_stage(idempotency_lease=1)
-        stage.worker("one", pool="solo")
-        stage.worker("two", pool="solo")
-        sent = [stage.send("work", "k", "", "gate") for _ in range(4)]
-        stage.started("k")
-        first = stage.record("k")
-        wait_for(
-            lambda: stage.record("k").deadline_ms > first.deadline_ms + 1500,
-            what="the lease to be renewed, more than once",
-        )
-        assert stage.record("k").token == first.token
-        wait_for(lambda: stage.told("conflicted", "k"), what="the other worker to meet the claim")
-        stage.open("gate")
-        assert len({stage.succeeds(result) for result in sent}) == 1
-        assert stage.effects("k") == stage.starts("k") == 1
-        assert stage.record("k").crashes == 0
-
 
 class TestResults:
     def test_without_a_result_backend_duplicates_are_answered_from_the_record(
@@ -82,17 +64,6 @@ class TestResults:
             what="the duplicate to be told",
         )
         assert stage.effects("set") == stage.effects("k") == 1
-
-    def test_ignored_results_are_kept_for_duplicates_all_the_same(self, set_stage: SetStage):
-        stage = set_stage()
-        worker = stage.worker()
-        stage.send("quiet", "k")
-        wait_for(lambda: stage.state("k", "quiet") is State.COMPLETED, what="the run")
-        assert stage.record("k", "quiet").value is not None
-        again = stage.send("quiet", "k")
-        wait_for(lambda: stage.told("replayed", "k"), what="the duplicate")
-        wait_for(lambda: f"Task quiet[{again.id}] succeeded" in worker.log, what="its success")
-        assert stage.effects("k") == 1
 
     def test_a_result_that_cannot_be_serialized_completes_without_it(self, set_stage: SetStage):
         stage = set_stage(idempotency_lease=1)

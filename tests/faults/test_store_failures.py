@@ -170,7 +170,7 @@ def test_a_body_that_makes_sure_of_its_claim_outlasts_a_blip_of_the_store(
 
 @pytest.mark.parametrize(
     "silent",
-    # A silent server in the claim and in the settle: test_slow_stores.py.
+    # A silent server in the claim: test_slow_stores.py.
     [pytest.param(False, id="cut"), pytest.param(True, id="silent", marks=pytest.mark.wide)],
 )
 @WHERE

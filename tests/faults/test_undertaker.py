@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from celery_idempotent.celery.delivery import identify_delivery
-from celery_idempotent.records import Claimed, ClaimRequest, State
+from celery_idempotent.records import State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
+from tests.support.records import claim_key
 from tests.support.servers import EmbeddedRedis, need
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker, alive, child_environment
@@ -84,17 +85,13 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
         lost = main.stdout.readline().strip()
         app = make_app("memory://", None, conf)
         task: Any = app.tasks["work"]
-        claimed = get_store(app).claim(
-            ClaimRequest(
-                identity=identify_delivery(task._definition, {}, ["k"], {}, task_id="t").identity,
-                attempt=os.urandom(8),
-                lease_ms=30_000,
-                keep_ms=30_000,
-                task_id="t",
-                worker=lost,
-            )
+        record = claim_key(
+            get_store(app),
+            identify_delivery(task._definition, {}, ["k"], {}, task_id="t").identity,
+            keep_ms=30_000,
+            task_id="t",
+            worker=lost,
         )
-        assert isinstance(claimed, Claimed)
         output, _ = main.communicate("go on\n", timeout=60)
     assert main.returncode == 0
     # It did all that it can have to do.

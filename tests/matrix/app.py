@@ -15,10 +15,8 @@ from celery import Celery
 from celery.signals import worker_ready
 
 from celery_idempotent import IdempotentTask, signals
-from tests.support.apps import configure, environment, hurry, wait_at, wanted
+from tests.support.apps import configure, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
-
-__all__ = ["ACKS", "POLICIES", "Refused", "environment", "make_app", "task_name"]
 
 POLICIES = ("retry", "wait", "ignore", "raise")
 ACKS = ("late", "early")

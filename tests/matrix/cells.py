@@ -15,8 +15,6 @@ from tests.matrix.documented import Row, row
 from tests.matrix.site import Site
 from tests.support.sites import Message
 
-__all__ = ["Cell", "Scenario", "Stage", "Steps", "drive", "first_seen"]
-
 #: What a cell waits for is there after so many seconds, or never: a hundred cells share two cores.
 PATIENCE = 90
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from tests.support.paths import ROOT
 
-__all__ = ["Row", "row", "rows"]
-
 _PAGE = (ROOT / "docs" / "duplicates.md").read_text()
 
 

@@ -16,8 +16,6 @@ from tests.matrix.scenarios import HEALTHY, KILLED
 from tests.matrix.site import Site
 from tests.support import sites
 
-__all__ = ["Matrix", "cells"]
-
 #: So many cells play on the healthy worker at a time: each takes three of its processes at the most.
 _AT_ONCE = 8
 

@@ -14,8 +14,6 @@ from celery import chain, chord
 from tests.matrix.cells import Cell, Scenario, Steps, first_seen
 from tests.support.sites import Message
 
-__all__ = ["HEALTHY", "KILLED", "SLOW"]
-
 
 def while_running(cell: Cell) -> Steps:
     """Another message with the key, while the first runs."""

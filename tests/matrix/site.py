@@ -13,8 +13,6 @@ from tests.support import sites
 from tests.support.watch import Copies, Onlooker, copies
 from tests.support.workers import Worker
 
-__all__ = ["Site"]
-
 
 @dataclass
 class Site(sites.Site):

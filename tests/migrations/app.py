@@ -22,8 +22,6 @@ from celery.signals import worker_ready
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import load
 
-__all__ = ["SETTINGS_VARIABLE", "make_app", "order"]
-
 SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
 
 PAGES = ("celery-once", "celery-singleton", "celery-heimdall", "redis-lock")

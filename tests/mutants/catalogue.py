@@ -7,8 +7,6 @@ from pathlib import Path
 
 import yaml
 
-__all__ = ["Mutant", "mutants"]
-
 #: Ten times as fast as the one in Python, where libyaml is.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from tests.mutants.catalogue import Mutant
 
-__all__ = ["Baseline", "Verdict", "fits", "installed_package", "measure", "try_out"]
-
 #: What pytest ends with.
 _PASSED, _FAILED = 0, 1
 #: The longest that tests may take without a mutant.

@@ -31,12 +31,10 @@ from celery.signals import (
     worker_ready,
 )
 
-from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
+from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.celery import publishing
-from tests.support.apps import configure, environment, hurry, wait_at, wanted
+from tests.support.apps import configure, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger, Lines
-
-__all__ = ["crash_file", "environment", "make_app", "receipts"]
 
 _OUTCOMES = (
     "claimed",
@@ -88,8 +86,6 @@ def _define(app: Celery) -> None:
     keyed(name="open", idempotency_on_store_error="open")(work)
     keyed(name="observed", idempotency_mode="observe")(work)
     keyed(name="off", idempotency_mode="off")(work)
-    idempotent(name="everything", idempotency_key=ALL_ARGUMENTS)(echo)
-    idempotent(name="fingerprinted", idempotency_key="key")(echo_key)
 
     keyed(name="scoped", idempotency_scope="tenant")(tenant)
     for colour in ("red", "blue"):
@@ -146,12 +142,6 @@ def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
     _label = key
     with mock.patch.object(publishing, "RESERVED_MS", 1000):
         return retrying(self, key, countdown=1)
-
-
-def echo(self: Any, label: str, *values: Any, **named: Any) -> dict[str, Any]:
-    """Say what arrived."""
-    _note("start", label)
-    return {"values": list(values), "named": named, "run": uuid.uuid4().hex}
 
 
 def echo_key(self: Any, key: str, *values: Any, **named: Any) -> dict[str, Any]:

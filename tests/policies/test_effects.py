@@ -25,18 +25,6 @@ class TestScope:
         assert again.get(timeout=PATIENCE) == first
         assert on_redis.ledger.count("start", key) == 2
 
-    def test_a_call_may_give_its_scope_and_its_key(self, on_redis: Site, key: str):
-        given = [("a", key), ("b", key), ("a", f"{key}.2")]
-        values = [
-            on_redis.publish("work", key, idempotency_scope=scope, idempotency_key=each)
-            for scope, each in given
-        ]
-        first, *others = [each.get(timeout=PATIENCE) for each in values]
-        assert first not in others
-        again = on_redis.publish("work", key, idempotency_scope="a")
-        assert again.get(timeout=PATIENCE) == first
-        assert on_redis.ledger.count("start", key) == 3
-
 
 class TestNamespace:
     def test_tasks_of_one_namespace_share_their_keys(self, on_redis: Site, key: str):

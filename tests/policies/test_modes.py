@@ -87,24 +87,6 @@ class TestObserve:
             assert word in line
         assert on_redis.ledger.count("replayed", task_id=second.id) == 0
 
-    def test_a_duplicate_of_a_running_key_runs_beside_it(self, on_redis, key, gate):
-        first = on_redis.publish("observed", key, gate.path)
-        on_redis.noted("start", key)
-        second = on_redis.publish("observed", key, gate.path)
-        wait_for(lambda: on_redis.ledger.count("start", key) == 2, PATIENCE, "both run")
-        on_redis.noted("observed conflicted", task_id=second.id)
-        gate.open()
-        assert first.get(timeout=PATIENCE) != second.get(timeout=PATIENCE)
-        assert "been in conflict with" in self.said(on_redis, second.id)
-        on_redis.idle(key)
-        assert len(on_redis.receipts(key)) == 2
-
-    def test_its_canvas_is_sent_on_by_each_run(self, on_redis, key):
-        for letter in "ab":
-            link = on_redis.app.tasks["plain_say"].si(f"{key}/{letter}")
-            on_redis.publish("observed", key, link=link).get(timeout=PATIENCE)
-            on_redis.noted("effect", f"{key}/{letter}")
-
 
 class TestOff:
     def test_it_is_a_plain_celery_task(self, on_redis, key):

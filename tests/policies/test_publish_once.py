@@ -19,6 +19,7 @@ from celery_idempotent.celery import publishing
 from celery_idempotent.records import State
 from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site
+from tests.support.apps import environment
 from tests.support.proxy import Proxy
 from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
@@ -115,7 +116,7 @@ class TestNothingLeaks:
             before_task_publish.connect(lambda **_: os._exit(9), weak=False)
             app_module.app.tasks["once"].delay(os.environ["KEY"])
         """
-        env = {**app_module.environment(unattended.settings), "KEY": key}
+        env = {**environment(unattended.settings), "KEY": key}
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program)],
             env={**child_environment(env), "PATH": os.environ["PATH"]},

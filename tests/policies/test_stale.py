@@ -15,8 +15,8 @@ from celery_idempotent import Record, get_store
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import ProcessingTimedOut
 from celery_idempotent.records import State
-from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site
+from tests.support.apps import environment
 from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker, child_environment
@@ -141,7 +141,7 @@ class TestRequeue:
         """
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program)],
-            env=child_environment(app_module.environment(site.settings)),
+            env=child_environment(environment(site.settings)),
             capture_output=True,
             timeout=60,
             check=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,8 +27,9 @@ def main() -> None:
     from celery_idempotent.protocol.claim import Claim, Phase
     from celery_idempotent.protocol.lease import heartbeat
     from celery_idempotent.protocol.options import Policy
-    from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
+    from celery_idempotent.records import Identity, Renewal
     from celery_idempotent.stores.memory import MemoryStore
+    from tests.support.records import claim_key
 
     if sys.argv[2] == "late":
         _patch()
@@ -47,19 +47,11 @@ def main() -> None:
     claims = []
     for key in "abc":
         identity = Identity(namespace="beating", key=key)
-        answer = store.claim(
-            ClaimRequest(
-                identity=identity,
-                attempt=os.urandom(8),
-                lease_ms=_LEASE_MS,
-                keep_ms=_LEASE_MS,
-                task_id=key,
-                worker="w",
-            )
+        record = claim_key(
+            store, identity, lease_ms=_LEASE_MS, keep_ms=_LEASE_MS, task_id=key, worker="w"
         )
-        assert isinstance(answer, Claimed)
         claim = Claim()
-        claim.phase, claim.store, claim.record = Phase.RUNNING, store, answer.record
+        claim.phase, claim.store, claim.record = Phase.RUNNING, store, record
         claim.identity, claim.renewed_at = identity, time.monotonic()
         claim.policy = Policy(lease_ms=_LEASE_MS, retention_ms=_LEASE_MS)
         claims.append(claim)

@@ -20,8 +20,6 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores import Store
 
-__all__ = ["PERMISSIONS", "TASK", "claim", "identity", "make_app", "make_user", "settle", "value"]
-
 TASK = "shop.charge"
 PERMISSIONS = (
     "view_idempotencyrecord",

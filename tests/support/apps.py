@@ -15,17 +15,6 @@ from celery_idempotent.celery import republish
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = [
-    "close_app",
-    "configure",
-    "environment",
-    "forget_results",
-    "hurry",
-    "redefine",
-    "wait_at",
-    "wanted",
-]
-
 #: What a worker shall be like, as JSON.
 _VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
 

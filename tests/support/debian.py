@@ -9,8 +9,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["program"]
-
 #: Where Debian keeps what only root looks for.
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 #: So that no service is started that nobody asked for.

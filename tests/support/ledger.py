@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["LEDGER_VARIABLE", "Entry", "Ledger", "Lines"]
-
 #: The environment variable by which a worker learns where its ledger is.
 LEDGER_VARIABLE = "CELERY_IDEMPOTENT_TEST_LEDGER"
 

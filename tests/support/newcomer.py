@@ -16,8 +16,6 @@ from tests.support.paths import ROOT
 from tests.support.waiting import wait_for
 from tests.support.workers import freeze_group
 
-__all__ = ["HERE", "Newcomer", "Running", "clean_venv"]
-
 #: Programs of the environment that tests run in. The repository is in none of their paths, only what is installed.
 HERE = Path(sys.executable).parent
 

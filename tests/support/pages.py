@@ -14,8 +14,6 @@ from celery import Celery
 
 from tests.support.paths import ROOT
 
-__all__ = ["block", "load"]
-
 
 def block(page: str, title: str, language: str = "python") -> str:
     """Return the one example of ``docs/<page>.md`` whose first line is the comment ``# title``."""

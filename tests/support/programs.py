@@ -10,8 +10,6 @@ from pathlib import Path
 from tests.support.paths import ROOT
 from tests.support.workers import child_environment
 
-__all__ = ["build_wheel", "python"]
-
 
 def python(
     directory: Path, *arguments: str, succeeds: bool = True

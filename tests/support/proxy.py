@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-__all__ = ["Proxy"]
-
 _HOST = "127.0.0.1"
 _MAX_CONNECTIONS = 256
 

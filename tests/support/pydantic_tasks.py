@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from celery import Celery, Task
 
-__all__ = ["make_pydantic_task"]
-
 
 def make_pydantic_task(app: Celery, body: Any, *, model: Any = None, **options: Any) -> Any:
     """Return a task of ``body``, whose argument ``order`` is such a model, and the model."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-__all__ = ["ByFolder"]
-
 
 class ByFolder(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """A file stays in one process, as with ``--dist loadfile``, and a folder in as few as its length allows.

@@ -19,24 +19,10 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_idempotent import get_store
-from tests.support.apps import close_app
+from tests.support.apps import close_app, environment
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
-
-__all__ = [
-    "IMPATIENT",
-    "RABBITMQ",
-    "RABBITMQ_TOO",
-    "REDIS",
-    "SHARED_WORKERS",
-    "Gate",
-    "Message",
-    "Site",
-    "open_site",
-    "restoring",
-    "share",
-]
 
 REDIS = pytest.param("redis", id="redis")
 RABBITMQ = pytest.param("rabbitmq", id="rabbitmq", marks=pytest.mark.rabbitmq)
@@ -82,7 +68,7 @@ class Message:
 class Site:
     """One app with its broker, store and queue; ``worker()`` starts workers, all else happens in the test's process."""
 
-    #: The module of the app: ``make_app(settings)`` makes it here, ``environment(settings)`` lets a worker make it.
+    #: The module of the app: ``make_app(settings)`` makes it here, and a worker makes it from its environment.
     module: ClassVar[Any]
 
     broker: str
@@ -99,8 +85,8 @@ class Site:
         return queue
 
     def worker(self, *, wanted: dict[str, Any] | None = None, **options: Any) -> Worker:
-        """Start a worker on this site's queue; ``wanted`` are more arguments of ``module.environment``."""
-        env = self.module.environment(self.settings, **wanted or {}) | options.pop("env", {})
+        """Start a worker on this site's queue; ``wanted`` are more arguments of :func:`environment`."""
+        env = environment(self.settings, **wanted or {}) | options.pop("env", {})
         return self.start(self.module.__name__, env=env, **{"timeout": 60, **options})
 
     def publish(self, name: str, *args: Any, **options: Any) -> AsyncResult[Any]:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["statements"]
-
 
 @contextlib.contextmanager
 def statements() -> Iterator[list[str]]:

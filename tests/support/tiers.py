@@ -8,8 +8,6 @@ from collections.abc import Container, Iterable
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-__all__ = ["SMOKE", "examples", "is_brief", "run_until_seen"]
-
 #: `make test-all` asks for more examples of everything that is tried with any.
 _THOROUGH = "CELERY_IDEMPOTENT_THOROUGH" in os.environ
 #: A counterexample is not made shorter, which takes minutes, unless it is asked for.

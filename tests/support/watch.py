@@ -16,8 +16,6 @@ from celery.events.state import State
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Copies", "Onlooker", "States", "copies"]
-
 
 class States:
     """Every result that is stored for a task id from now on, in order: Celery's Redis backend announces each one."""

@@ -18,8 +18,6 @@ from tests.support.paths import ROOT
 from tests.support.preloaded import Process, spawn
 from tests.support.waiting import wait_for
 
-__all__ = ["Worker", "alive", "child_environment", "freeze", "freeze_group"]
-
 _READY = " ready."
 
 

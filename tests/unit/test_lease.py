@@ -21,9 +21,10 @@ from celery_idempotent.protocol import lease
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
+from celery_idempotent.records import Identity, Renewal, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.records import claim_key
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
@@ -49,19 +50,9 @@ class Store(MemoryStore):
 def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300) -> Claim:
     identity = Identity(namespace="lease", scope="", key=key)
     sent = time.monotonic()
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity,
-            attempt=os.urandom(8),
-            lease_ms=lease_ms,
-            keep_ms=10_000,
-            task_id="t",
-            worker="w",
-        )
-    )
-    assert isinstance(answer, Claimed)
+    record = claim_key(store, identity, lease_ms=lease_ms, keep_ms=10_000, task_id="t", worker="w")
     claim = Claim()
-    claim.phase, claim.store, claim.record = Phase.RUNNING, store, answer.record
+    claim.phase, claim.store, claim.record = Phase.RUNNING, store, record
     claim.identity, claim.renewed_at = identity, sent
     claim.policy = Policy(lease_ms=lease_ms, retention_ms=10_000)
     return claim

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +13,10 @@ from celery.signals import task_prerun
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
+from celery_idempotent.records import Identity, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.records import claim_key
 
 
 def make_app(store: Any = "memory://", **settings: Any) -> Celery:
@@ -183,18 +183,15 @@ class TestSweep:
 
     def hold(self, store: MemoryStore, key: str, lease_ms: int = 1000, **more: Any) -> Identity:
         identity = Identity(namespace="work", key=key)
-        answer = store.claim(
-            ClaimRequest(
-                identity=identity,
-                attempt=os.urandom(8),
-                lease_ms=lease_ms,
-                keep_ms=100_000,
-                task_id="t",
-                worker="host:1",
-                **more,
-            )
+        claim_key(
+            store,
+            identity,
+            lease_ms=lease_ms,
+            keep_ms=100_000,
+            task_id="t",
+            worker="host:1",
+            **more,
         )
-        assert isinstance(answer, Claimed)
         return identity
 
     def test_interrupts_what_is_stale_and_nothing_else(self, store, clock, caplog):

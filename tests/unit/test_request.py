@@ -26,8 +26,9 @@ from celery_idempotent.celery import installation, worker
 from celery_idempotent.celery.worker import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.events import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
+from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
+from tests.support.records import claim_key
 from tests.support.waiting import wait_for
 from tests.support.workers import freeze
 
@@ -181,18 +182,7 @@ def identity(key: str = "k") -> Identity:
 
 
 def hold(store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: str = "t1") -> Record:
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity(key),
-            attempt=os.urandom(8),
-            lease_ms=20_000,
-            keep_ms=60_000,
-            task_id=task_id,
-            worker=worker_name(pid),
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
+    return claim_key(store, identity(key), task_id=task_id, worker=worker_name(pid))
 
 
 def undertakers() -> list[threading.Thread]:

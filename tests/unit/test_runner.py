@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol import lease, shield
 from celery_idempotent.protocol import run as protocol
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Identity,
     Record,
     SettleRequest,
@@ -33,6 +30,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.records import claim_key
 from tests.support.runs import IDENTITY, Call, Conflict, Ran, Replay, Runner, StoreFailed
 
 SIGNALS = {name: each for name, each in vars(signals).items() if isinstance(each, Signal)}
@@ -189,18 +187,9 @@ def a_call(
 
 
 def claim(store: Any, task_id: str = "other", *, lease_ms: int = 60_000) -> Record:
-    answer = store.claim(
-        ClaimRequest(
-            identity=IDENTITY,
-            attempt=random.randbytes(8),
-            lease_ms=lease_ms,
-            keep_ms=1000_000,
-            task_id=task_id,
-            worker="other:2",
-        )
+    return claim_key(
+        store, IDENTITY, lease_ms=lease_ms, keep_ms=1000_000, task_id=task_id, worker="other:2"
     )
-    assert isinstance(answer, Claimed)
-    return answer.record
 
 
 def settle(store: Any, record: Record, body: bytes = b"'theirs'") -> None:

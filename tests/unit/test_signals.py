@@ -15,10 +15,11 @@ from celery.utils.dispatch import Signal
 from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.celery import sweep
 from celery_idempotent.events import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.records import Identity, State
 from celery_idempotent.signals import Event
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.records import claim_key
 
 Seen = list[tuple[str, Any, Event]]
 
@@ -138,18 +139,7 @@ def test_a_sweep_tells_interrupted_for_each_and_swept_once(task, app, seen, stor
 
 
 def hold(store: MemoryStore, key: str) -> Any:
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity(key),
-            attempt=os.urandom(8),
-            lease_ms=30_000,
-            keep_ms=90_000,
-            task_id="other",
-            worker="another-host:1",
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
+    return claim_key(store, identity(key), worker="another-host:1")
 
 
 def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(task, caplog):

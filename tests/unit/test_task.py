@@ -37,10 +37,11 @@ from celery_idempotent import (
 from celery_idempotent.celery.callbacks import OUTCOME
 from celery_idempotent.celery.installation import make_store
 from celery_idempotent.protocol import shield
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.apps import redefine
+from tests.support.records import claim_key
 from tests.support.workers import child_environment
 
 Published = list[SimpleNamespace]
@@ -50,6 +51,11 @@ def make_app(store: Any = None, **settings: Any) -> Celery:
     app = Celery("task", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(idempotency_store=store or MemoryStore(), **settings)
     return app
+
+
+def ours(app: Celery, name: str = "t", **options: Any) -> Any:
+    """Define a function as one of our tasks."""
+    return app.task(name=name, base=IdempotentTask, shared=False, **options)
 
 
 @pytest.fixture
@@ -100,7 +106,7 @@ def runs() -> list[Any]:
 
 @pytest.fixture
 def charge(app: Celery, runs: list[Any]) -> Any:
-    @app.task(name="shop.charge", base=IdempotentTask, shared=False, idempotency_key="order_id")
+    @ours(app, "shop.charge", idempotency_key="order_id")
     def charge(order_id: str, amount: int = 1) -> str:
         runs.append(order_id)
         return f"receipt {order_id}"
@@ -137,18 +143,7 @@ def send(published: Published, task: Any, *args: Any, **options: Any) -> SimpleN
 def hold(
     store: MemoryStore, key: str, namespace: str = "shop.charge", task_id: str = "o"
 ) -> Record:
-    answer = store.claim(
-        ClaimRequest(
-            identity=Identity(namespace=namespace, key=key),
-            attempt=os.urandom(8),
-            lease_ms=30_000,
-            keep_ms=90_000,
-            task_id=task_id,
-            worker="elsewhere:1",
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
+    return claim_key(store, Identity(namespace=namespace, key=key), task_id=task_id)
 
 
 def record(store: MemoryStore, key: str, namespace: str = "shop.charge") -> Any:
@@ -403,7 +398,7 @@ class TestDelivery:
     def test_a_body_learns_its_claim(self, app, published, store):
         seen = []
 
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        @ours(app, bind=True, idempotency_key="key")
         def task(self: Any, key: str) -> None:
             seen.append((self.idempotency.key, self.idempotency.token, current_claim() is None))
             self.idempotency.ensure()
@@ -428,13 +423,7 @@ class TestDelivery:
     def test_a_result_that_was_not_kept_comes_from_the_result_backend(
         self, app, published, runs, store
     ):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_store_result=False,
-        )
+        @ours(app, idempotency_key="key", idempotency_store_result=False)
         def task(key: str) -> str:
             runs.append(key)
             return "kept by Celery"
@@ -452,14 +441,7 @@ class TestDelivery:
     def test_a_redelivery_whose_result_nobody_keeps_is_no_failure(
         self, app, published, runs, store
     ):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_store_result=False,
-            ignore_result=True,
-        )
+        @ours(app, idempotency_key="key", idempotency_store_result=False, ignore_result=True)
         def task(key: str) -> str:
             runs.append(key)
             return "for nobody"
@@ -473,7 +455,7 @@ class TestDelivery:
     def test_what_comes_back_of_a_message_without_a_stamp_has_its_key_whatever_the_body_did(
         self, app, published, runs, monkeypatch
     ):
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="event.id")
+        @ours(app, idempotency_key="event.id")
         def task(event: dict[str, int]) -> None:
             runs.append(event.pop("id"))
 
@@ -539,13 +521,7 @@ class TestConflicts:
     def test_the_next_rounds_wait_longer_but_never_longer_than_allowed(
         self, app, store, published, runs
     ):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            max_retries=0,
-            idempotency_key="key",
-        )
+        @ours(app, max_retries=0, idempotency_key="key")
         def task(key: str) -> str:
             runs.append(key)
             return "ran"
@@ -586,13 +562,7 @@ class TestConflicts:
     def test_ignore_never_drops_the_holders_own_id(self, app, store, published):
         """It may be the only copy that the broker has of the holder's message."""
 
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_on_conflict="ignore",
-        )
+        @ours(app, idempotency_key="key", idempotency_on_conflict="ignore")
         def task(key: str) -> None: ...
 
         message = send(published, task, "k")
@@ -607,14 +577,7 @@ class TestConflicts:
         assert app.AsyncResult(duplicate.id).state == "IGNORED"
 
     def raising(self, app: Celery, **options: Any) -> Any:
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_on_conflict="raise",
-            **options,
-        )
+        @ours(app, idempotency_key="key", idempotency_on_conflict="raise", **options)
         def task(key: str) -> None: ...
 
         return task
@@ -640,10 +603,9 @@ class TestStoreFailures:
     def test_what_a_person_is_to_look_at_does_not_run_without_protection(
         self, app, store, published, runs, monkeypatch
     ):
-        @app.task(
-            name="shop.charge",
-            base=IdempotentTask,
-            shared=False,
+        @ours(
+            app,
+            "shop.charge",
             idempotency_key="order_id",
             idempotency_on_stale="fail",
             idempotency_on_store_error="open",
@@ -681,7 +643,7 @@ class TestStoreFailures:
 class TestAMessageThatCannotBePublishedAgain:
     @pytest.fixture
     def task(self, app: Celery, runs: list[Any]) -> Any:
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        @ours(app, idempotency_key="key")
         def task(key: str) -> None:
             runs.append(key)
 
@@ -805,14 +767,7 @@ class TestAMessageThatCannotBePublishedAgain:
 class TestRetries:
     @pytest.fixture
     def flaky(self, app: Celery, runs: list[Any]) -> Any:
-        @app.task(
-            name="flaky",
-            base=IdempotentTask,
-            shared=False,
-            bind=True,
-            max_retries=3,
-            idempotency_key="key",
-        )
+        @ours(app, "flaky", bind=True, max_retries=3, idempotency_key="key")
         def flaky(self: Any, key: str, times: int = 1, changed: str = "") -> str:
             runs.append((self.request.retries, changed))
             if self.request.retries < times:
@@ -839,13 +794,7 @@ class TestRetries:
     ):
         """It came from a program that knows nothing of keys."""
 
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            bind=True,
-            idempotency_key="key",
-        )
+        @ours(app, bind=True, idempotency_key="key")
         def task(self: Any, key: str, amount: int) -> str:
             runs.append((key, amount))
             if not self.request.retries:
@@ -867,7 +816,7 @@ class TestRetries:
     def test_a_retry_with_other_arguments_keeps_key_and_fingerprint_of_a_key_in_celerys_stamps(
         self, app, store, published, runs
     ):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True)
+        @ours(app, bind=True)
         def task(self: Any, amount: int) -> str:
             runs.append(amount)
             if not self.request.retries:
@@ -911,7 +860,7 @@ class TestRetries:
         assert again.stamp == message.stamp
 
     def test_a_retry_that_gives_a_key_of_its_own_gets_it(self, app, published):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        @ours(app, bind=True, idempotency_key="key")
         def task(self: Any, key: str) -> None:
             raise self.retry(countdown=0, idempotency_key="new")
 
@@ -920,13 +869,8 @@ class TestRetries:
         assert published[-1].stamp["key"] == "new"
 
     def test_a_conflict_is_not_seen_by_autoretry(self, app, store, published):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            autoretry_for=(Exception,),
-            idempotency_key="key",
-            idempotency_on_conflict="raise",
+        @ours(
+            app, autoretry_for=(Exception,), idempotency_key="key", idempotency_on_conflict="raise"
         )
         def task(key: str) -> None: ...
 
@@ -937,7 +881,7 @@ class TestRetries:
         assert isinstance(app.AsyncResult(message.id).result, InProgress)
 
     def test_another_call_of_the_same_task_in_a_run_is_no_retry(self, app, store, published):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        @ours(app, bind=True, idempotency_key="key")
         def task(self: Any, key: str, more: bool = True) -> str:
             if more:
                 task.apply_async((key, False), idempotency_key="other")
@@ -953,14 +897,7 @@ class TestObserving:
     """What would have been refused is said, and goes out as Celery would send it."""
 
     def test_every_call_is_published(self, app, published):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_mode="observe",
-            idempotency_publish_once=True,
-            idempotency_key="key",
-        )
+        @ours(app, idempotency_mode="observe", idempotency_publish_once=True, idempotency_key="key")
         def task(key: str, amount: int = 1) -> None: ...
 
         ids = {task.delay("k").id, task.delay("k").id, task.delay("k", 2).id}
@@ -979,14 +916,7 @@ class TestObserving:
     def test_a_call_without_a_usable_key_goes_by_its_task_id(
         self, app, store, published, caplog, options, argument
     ):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_mode="observe",
-            serializer="pickle",
-            **options,
-        )
+        @ours(app, idempotency_mode="observe", serializer="pickle", **options)
         def task(key: Any) -> str:
             return "ran"
 
@@ -997,7 +927,7 @@ class TestObserving:
         assert record(store, f"@{message.id}", "t").state is State.COMPLETED
 
     def test_a_message_without_a_usable_stamp_runs(self, app, published, caplog):
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_mode="observe")
+        @ours(app, idempotency_mode="observe")
         def task() -> str:
             return "ran"
 
@@ -1011,14 +941,7 @@ class TestObserving:
         """A second message would be a second run."""
         for n, policy in enumerate(("requeue", "fail")):
 
-            @app.task(
-                name=policy,
-                base=IdempotentTask,
-                shared=False,
-                bind=True,
-                idempotency_mode="observe",
-                idempotency_on_stale=policy,
-            )
+            @ours(app, policy, bind=True, idempotency_mode="observe", idempotency_on_stale=policy)
             def task(self: Any) -> None:
                 runs.append(record(store, f"@{self.request.id}", self.name))
                 raise self.retry(countdown=0)
@@ -1035,7 +958,7 @@ class TestFunctionCalls:
         assert record(store, "o-1") is None
 
     def test_each_direct_call_has_provider_keys_of_its_own(self, app):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True)
+        @ours(app, bind=True)
         def task(self: Any, order: str) -> list[str]:
             return [self.idempotency.derived_key("charge") for _ in range(2)]
 
@@ -1112,13 +1035,7 @@ class TestEager:
         assert runs == []
 
     def test_a_permanent_error_is_raised_again_without_a_run(self, app, runs):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_permanent_errors=(KeyError,),
-        )
+        @ours(app, idempotency_key="key", idempotency_permanent_errors=(KeyError,))
         def task(key: str) -> None:
             runs.append(key)
             raise KeyError("no such order")
@@ -1182,7 +1099,7 @@ class TestWholeApp:
             result_serializer="msgpack", task_serializer="pickle", accept_content=["json"]
         )
 
-        @app.task(name="write_only", base=IdempotentTask, shared=False, idempotency_key="key")
+        @ours(app, "write_only", idempotency_key="key")
         def write_only(key: str) -> str:
             return f"receipt {os.urandom(8).hex()}"
 
@@ -1198,13 +1115,7 @@ class TestCallbacks:
     def test_those_that_were_sent_are_not_sent_again_by_a_redelivery(
         self, app, store, published, how
     ):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_key="key",
-            idempotency_permanent_errors=(LookupError,),
-        )
+        @ours(app, idempotency_key="key", idempotency_permanent_errors=(LookupError,))
         def task(key: str) -> str:
             if how == "link_error":
                 raise LookupError(key)
@@ -1235,14 +1146,7 @@ class TestReplace:
     ):
         """As for a retry. In a canvas its turn may come much later: nobody could say when it is lost."""
 
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            bind=True,
-            idempotency_key="key",
-            idempotency_on_stale="requeue",
-        )
+        @ours(app, bind=True, idempotency_key="key", idempotency_on_stale="requeue")
         def task(self: Any, key: str) -> Any:
             if self.request.replaced_task_nesting:
                 return "replaced"
@@ -1269,17 +1173,10 @@ class TestReplace:
         clock = FakeClock()
         app = make_app(MemoryStore(clock), result_extended=True)
 
-        @app.task(name="quiet", base=IdempotentTask, shared=False, ignore_result=True)
+        @ours(app, "quiet", ignore_result=True)
         def quiet() -> None: ...
 
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            bind=True,
-            idempotency_key="key",
-            idempotency_retention=1000,
-        )
+        @ours(app, bind=True, idempotency_key="key", idempotency_retention=1000)
         def task(self: Any, key: str) -> Any:
             raise self.replace(quiet.si())
 
@@ -1369,7 +1266,7 @@ def test_the_package_root_has_no_other_surprises():
 def test_the_time_limit_of_a_worker_is_that_of_its_own_app(app, store, published):
     """A shutdown gives the key back; a run that is ended at its limit leaves it to be counted as a crash."""
 
-    @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+    @ours(app, idempotency_key="key")
     def task(key: str) -> None:
         raise SystemExit
 

@@ -19,8 +19,6 @@ from celery_idempotent.celery.worker import interrupt_claim
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.events import worker_name
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Identity,
     Record,
     Reserved,
@@ -30,6 +28,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.records import claim_key
 from tests.support.telling import Heard, assert_told, listening
 
 TASK, NAMESPACE = "shop.charge", "billing"
@@ -38,18 +37,7 @@ KEY = Identity(namespace=NAMESPACE, key="o")
 
 def claim(store: MemoryStore, identity: Identity, **more: Any) -> Record:
     """Hold a key for another process."""
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity,
-            attempt=os.urandom(8),
-            lease_ms=5000,
-            keep_ms=90_000,
-            task_id="other",
-            **more,
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
+    return claim_key(store, identity, lease_ms=5000, **more)
 
 
 class Place(NamedTuple):

@@ -23,7 +23,7 @@ import redis
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Which class the tasks get: one of ``CLASSES``.
+#: Which class the tasks get: Celery's or ours.
 CLASS_VARIABLE = "UPSTREAM_TASK_CLASS"
 #: The value of ``idempotency_store``.
 STORE_VARIABLE = "UPSTREAM_STORE"
@@ -32,24 +32,14 @@ WAITS_VARIABLE = "UPSTREAM_WAITS"
 #: The file that gets one line of JSON for each report.
 REPORT_VARIABLE = "UPSTREAM_REPORT"
 
-#: ``early``: ours, with the two defaults undone that it has different from Celery (acks_late, reject_on_worker_lost).
-CLASSES = ("celery", "idempotent", "early")
-
 _counts: Counter[str] = Counter()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    chosen = os.environ[CLASS_VARIABLE]
-    if chosen not in CLASSES:
-        raise pytest.UsageError(f"{CLASS_VARIABLE} is one of {', '.join(CLASSES)}")
     config.pluginmanager.register(Reporter(os.environ[REPORT_VARIABLE]))
-    if chosen == "celery":
+    if os.environ[CLASS_VARIABLE] == "celery":
         return
-    celery.Celery.task_cls = (
-        "celery_idempotent:IdempotentTask"
-        if chosen == "idempotent"
-        else "tests.upstream.early:EarlyTask"
-    )
+    celery.Celery.task_cls = "celery_idempotent:IdempotentTask"
     defaults: dict[str, Any] = celery.app.defaults.DEFAULTS
     defaults["idempotency_store"] = os.environ[STORE_VARIABLE]
     _count()

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal
 from urllib.parse import urlsplit
 
 from tests.support.servers import embedded_redis, open_rabbitmq
 
-__all__ = ["BROKERS", "Broker", "servers"]
-
-Broker = Literal["redis", "rabbitmq"]
-BROKERS: tuple[Broker, ...] = ("redis", "rabbitmq")
-
 
 @contextlib.contextmanager
-def servers(broker: Broker, *, apart: bool = False) -> Iterator[list[dict[str, str]]]:
+def servers(broker: str, *, apart: bool = False) -> Iterator[list[dict[str, str]]]:
     """Give the environments of the two sides, which may run at the same time.
 
     Results and records are in one database, and written by one script; ``apart``: in two.
@@ -25,7 +19,7 @@ def servers(broker: Broker, *, apart: bool = False) -> Iterator[list[dict[str, s
         yield [_server(broker, stack, apart=apart) for _ in range(2)]
 
 
-def _server(broker: Broker, stack: contextlib.ExitStack, *, apart: bool) -> dict[str, str]:
+def _server(broker: str, stack: contextlib.ExitStack, *, apart: bool) -> dict[str, str]:
     redis = stack.enter_context(embedded_redis())
     parts = urlsplit(redis.url())
     url = redis.url(0) if broker == "redis" else stack.enter_context(open_rabbitmq()).url

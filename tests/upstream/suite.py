@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -15,25 +14,11 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-__all__ = [
-    "INTEGRATION",
-    "QUICK",
-    "Comparison",
-    "Difference",
-    "Known",
-    "NotPossible",
-    "Outcome",
-    "Run",
-    "celery_version",
-    "compare",
-    "known_differences",
-    "sdist",
-]
 
 HERE = Path(__file__).resolve().parent
 
@@ -61,6 +46,9 @@ INTEGRATION = tuple(
         "canvas",
     )
 )
+
+#: Which class the tasks of a run get.
+CLASSES = ("celery", "idempotent")
 
 #: What Celery's tests use of pytest plugins; whichever is missing is missing on both sides.
 _PLUGINS = (
@@ -134,58 +122,34 @@ def unpack(archive: Path, into: Path) -> None:
 # -- one run ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a test ended, and the first words of what it said."""
-
-    outcome: str
-    said: str = ""
-    reruns: int = 0
-
-    def __str__(self) -> str:
-        return self.outcome
-
-
 @dataclass(slots=True)
 class Run:
-    """One run of a suite with one class."""
+    """One run of a suite with one class: how each test ended, and the first words of what it said."""
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, str] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
     #: What our class did, and in how many tests it did anything.
     counts: Counter[str] = field(default_factory=Counter)
     ours: int = 0
     #: How many records there were in a Redis store at the end.
     records: int | None = None
 
-    def totals(self) -> Counter[str]:
-        return Counter(each.outcome for each in self.outcomes.values())
-
     @classmethod
     def read(cls, report: Path) -> Run:
         run = cls()
-        with report.open(encoding="utf-8") as lines:
-            for line in map(json.loads, lines):
-                if "records" in line:
-                    run.records = line["records"]
-                else:
-                    run._add(line)
+        for line in map(json.loads, report.read_text(encoding="utf-8").splitlines()):
+            if "records" in line:
+                run.records = line["records"]
+                continue
+            name, outcome = line["id"], line["outcome"].replace("rerun", "passed")
+            if outcome == "failed" and line["when"] != "call":
+                outcome = "error"
+            if _WORST.index(outcome) >= _WORST.index(run.outcomes.get(name, "passed")):
+                run.outcomes[name], run.said[name] = outcome, line["said"]
+            if "counts" in line:
+                run.counts.update(line["counts"])
+                run.ours += 1
         return run
-
-    def _add(self, line: Mapping[str, object]) -> None:
-        name, outcome, said = (str(line[key]) for key in ("id", "outcome", "said"))
-        before = self.outcomes.get(name)
-        reruns = before.reruns if before else 0
-        if outcome == "rerun":
-            self.outcomes[name] = Outcome("passed", said, reruns + 1)
-            return
-        if outcome == "failed" and line["when"] != "call":
-            outcome = "error"
-        if before is None or _WORST.index(outcome) > _WORST.index(before.outcome):
-            self.outcomes[name] = Outcome(outcome, said, reruns)
-        counts = line.get("counts")
-        if isinstance(counts, dict):
-            self.counts.update(counts)
-            self.ours += 1
 
 
 #: What to end if this process is interrupted.
@@ -193,7 +157,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -202,7 +166,6 @@ def run(
     archive: Path,
     selection: Sequence[str],
     *,
-    store: str = "memory://",
     env: Mapping[str, str] | None = None,
     keep: Path | None = None,
     timeout: float = 3600,
@@ -228,10 +191,10 @@ def run(
             "PATH": os.pathsep.join(path),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "UPSTREAM_TASK_CLASS": task_class,
-            "UPSTREAM_STORE": store,
+            "UPSTREAM_STORE": "memory://",
             "UPSTREAM_REPORT": str(report),
             "UPSTREAM_WAITS": "\n".join(
-                each.test for each in known_differences().values() if each.waits
+                test for test, (tags, _) in known_differences().items() if "waits" in tags
             ),
             **(env or {}),
         }
@@ -276,57 +239,59 @@ def _options() -> tuple[str, ...]:
 # -- both -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A difference that is there and has a reason.
-
-    ``early``: it is gone with Celery's own defaults for acks; ``waits``: our class waits until the test is stopped.
-    """
-
-    test: str
-    early: bool
-    waits: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A test that ended in one way with ``celery.Task`` and in another with ours; ``None``: it was not there."""
-
-    test: str
-    celery: Outcome | None
-    ours: Outcome | None
-
-    def __str__(self) -> str:
-        said = next((each.said for each in (self.ours, self.celery) if each and each.said), "")
-        return f"{self.test}: {self.celery} -> {self.ours}" + (f": {said}" if said else "")
-
-
 @dataclass(slots=True)
 class Comparison:
-    """What came of it."""
+    """Both runs, and what came of it: tests that ended in two ways, each as a line for people."""
 
     celery: Run
     ours: Run
     #: Not listed: each is a fault, of the library or of the list.
-    unknown: list[Difference] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     #: Listed, with its reason.
-    known: list[tuple[Difference, Known]] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
     #: Different at first, and not when it was run again.
-    unsteady: list[Difference] = field(default_factory=list)
+    unsteady: list[str] = field(default_factory=list)
     #: Listed, run, and not different.
-    stale: list[Known] = field(default_factory=list)
-    #: Listed as an effect of the defaults for acks, and different without it, too.
-    unproven: list[Difference] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
 
     @property
     def agrees(self) -> bool:
-        return not (self.unknown or self.stale or self.unproven)
+        return not (self.unknown or self.stale)
+
+    def differences(self) -> dict[str, str]:
+        """Return the tests that ended in different ways; ``None``: it was not there."""
+        found = {}
+        for test in sorted(self.celery.outcomes.keys() | self.ours.outcomes.keys()):
+            before, after = self.celery.outcomes.get(test), self.ours.outcomes.get(test)
+            if before != after:
+                said = self.ours.said.get(test) or self.celery.said.get(test, "")
+                found[test] = f"{test}: {before} -> {after}: {said}"
+        return found
+
+    def __str__(self) -> str:
+        before, after = Counter(self.celery.outcomes.values()), Counter(self.ours.outcomes.values())
+        lines = [f"{'Celery ' + celery_version():<20}{'celery.Task':>14}{'IdempotentTask':>16}"]
+        lines += [
+            f"{outcome:<20}{before[outcome]:>14}{after[outcome]:>16}"
+            for outcome in sorted(before | after, key=_WORST.index, reverse=True)
+        ]
+        did = ", ".join(f"{count} {name}" for name, count in sorted(self.ours.counts.items()))
+        lines.append(f"IdempotentTask was at work in {self.ours.ours} tests: {did}.")
+        lines.append(f"The workers' IdempotentTask left {self.ours.records} records in the store.")
+        for title, found in (
+            ("DIFFERENT, and not listed", self.unknown),
+            ("listed, and NOT DIFFERENT", self.stale),
+            ("different at first, and not when run again", self.unsteady),
+            ("different, and listed", self.known),
+        ):
+            if found:
+                lines += [f"\n{title}: {len(found)}", *(f"  {line}" for line in found)]
+        return "\n".join([*lines, "\nThe same." if self.agrees else "\nNOT the same."])
 
 
 def known_differences(
     path: Path = HERE / "known_differences.txt", *, broker: str | None = None
-) -> dict[str, Known]:
+) -> dict[str, tuple[set[str], str]]:
     """Read the list: a test's id, two spaces or more, ``[tags]``, the reason; the file says what the tags mean.
 
     An id without ``[...]`` stands for each of its parameters, and one without ``::`` for each test of that file.
@@ -339,152 +304,63 @@ def known_differences(
         found = re.fullmatch(r"((?:\[\w+\] *)*)(\S.*)", rest.strip())
         assert found, f"{test} is listed without a reason"
         tags = set(re.findall(r"\w+", found[1]))
-        if tags <= {"acks", "waits", broker}:
-            known[test] = Known(test, "acks" in tags, "waits" in tags, found[2])
+        if tags <= {"waits", broker}:
+            known[test] = tags, found[2]
     return known
 
 
 def compare(
     selection: Sequence[str],
-    known: Mapping[str, Known],
+    known: Mapping[str, tuple[set[str], str]],
     *,
-    servers: Iterable[Mapping[str, str]] | None = None,
+    servers: Sequence[Mapping[str, str]] = ({}, {}),
     keep: Path | None = None,
-    timeout: float = 3600,
 ) -> Comparison:
     """Run ``selection`` both ways, and again what differs without being listed.
 
-    ``servers``: for the integration tests, one environment for each side (see :mod:`.integration`).
+    ``servers``: for the integration tests, one environment for each side (see :mod:`.servers`).
 
     Raises:
         NotPossible: if the comparison cannot be made here.
     """
     archive = sdist()
-    environments = list(servers or ({}, {}))
-    stores = [env.get("UPSTREAM_STORE", "memory://") for env in environments]
 
-    def both(tests: Sequence[str], second: str = "idempotent") -> tuple[Run, Run]:
+    def both(tests: Sequence[str]) -> Comparison:
         with ThreadPoolExecutor(2) as pool:
             runs = [
-                pool.submit(
-                    run,
-                    task_class,
-                    archive,
-                    tests,
-                    store=store,
-                    env=env,
-                    keep=keep if tests is selection else None,
-                    timeout=timeout,
-                )
-                for task_class, env, store in zip(
-                    ("celery", second), environments, stores, strict=True
-                )
+                pool.submit(run, kind, archive, tests, env=env, keep=keep)
+                for kind, env in zip(CLASSES, servers, strict=True)
             ]
             try:
-                first, ours = (each.result() for each in runs)
+                celery, ours = (each.result() for each in runs)
             except BaseException:
                 for process in tuple(_running):
                     _end(process)
                 raise
-        return first, ours
+        return Comparison(celery, ours)
 
-    result = Comparison(*both(selection))
-    unlisted = []
-    met = set()
-    for difference in differences(result.celery, result.ours):
-        listed = _listed(difference.test, known)
-        if listed is None:
-            unlisted.append(difference)
-        else:
-            met.add(listed.test)
-            result.known.append((difference, listed))
-    ran = {
-        entry
-        for test, outcome in result.celery.outcomes.items()
-        if outcome.outcome == "passed" and (entry := _entry(test, known))
-    }
+    result = both(selection)
+    different = result.differences()
+    result.known = [
+        f"{line}: {known[e][1]}" for t, line in different.items() if (e := _entry(t, known))
+    ]
     if celery_version().startswith(DESCRIBED):
-        result.stale = [known[entry] for entry in sorted(ran - met)]
-
-    if unlisted:
-        again = differences(*both(sorted({_again(each.test) for each in unlisted})))
-        steady = {each.test for each in again}
-        for difference in unlisted:
-            (result.unknown if difference.test in steady else result.unsteady).append(difference)
-
-    provable = sorted({_again(each.test) for each, listed in result.known if listed.early})
-    if provable:
-        concerned = {each.test for each, listed in result.known if listed.early}
-        without = differences(*both(provable, "early"))
-        result.unproven = [each for each in without if each.test in concerned]
+        passed = {test for test, outcome in result.celery.outcomes.items() if outcome == "passed"}
+        result.stale = sorted(
+            {e for t in passed if (e := _entry(t, known))} - {_entry(t, known) for t in different}
+        )
+    if unlisted := {t: line for t, line in different.items() if not _entry(t, known)}:
+        again = both(sorted({_again(test) for test in unlisted})).differences()
+        for test, line in unlisted.items():
+            (result.unknown if test in again else result.unsteady).append(line)
     return result
-
-
-def differences(celery: Run, ours: Run) -> list[Difference]:
-    """Return the tests that ended in different ways."""
-    found = []
-    for test in sorted(celery.outcomes.keys() | ours.outcomes.keys()):
-        before, after = celery.outcomes.get(test), ours.outcomes.get(test)
-        if before is None or after is None or before.outcome != after.outcome:
-            found.append(Difference(test, before, after))
-    return found
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
 
 
 def _again(test: str) -> str:
     """Return what to run again: a whole file of quick tests, since what one leaves for the next is part of it."""
-    return test if test.startswith("t/integration/") else _file(test)
+    return test if test.startswith("t/integration/") else test.partition("::")[0]
 
 
-def _entry(test: str, known: Mapping[str, Known]) -> str | None:
-    for name in (test, test.partition("[")[0], _file(test)):
-        if name in known:
-            return name
-    return None
-
-
-def _listed(test: str, known: Mapping[str, Known]) -> Known | None:
-    entry = _entry(test, known)
-    return None if entry is None else known[entry]
-
-
-# -- what people read -------------------------------------------------------------------------------
-
-
-def table(result: Comparison) -> Iterator[str]:
-    """Yield the lines of the report."""
-    before, after = result.celery.totals(), result.ours.totals()
-    yield f"{'Celery ' + celery_version():<20}{'celery.Task':>14}{'IdempotentTask':>16}"
-    for outcome in reversed(_WORST):
-        if before[outcome] or after[outcome]:
-            yield f"{outcome:<20}{before[outcome]:>14}{after[outcome]:>16}"
-    reruns = [
-        sum(o.reruns for o in each.outcomes.values()) for each in (result.celery, result.ours)
-    ]
-    if any(reruns):
-        yield f"{'attempts repeated':<20}{reruns[0]:>14}{reruns[1]:>16}"
-    if result.ours.ours:
-        did = ", ".join(f"{count} {name}" for name, count in sorted(result.ours.counts.items()))
-        yield f"In this process IdempotentTask was at work in {result.ours.ours} tests: {did}."
-    if result.ours.records is not None:
-        yield f"The workers' IdempotentTask left {result.ours.records} records in the store."
-    for title, lines in (
-        ("DIFFERENT, and not listed", [str(each) for each in result.unknown]),
-        ("listed, and NOT DIFFERENT", [each.test for each in result.stale]),
-        (
-            "listed as [acks], and DIFFERENT without these defaults, too",
-            [str(each) for each in result.unproven],
-        ),
-        ("different at first, and not when run again", [str(each) for each in result.unsteady]),
-        (
-            "different, and listed",
-            [f"{each.test}: {known.reason}" for each, known in result.known],
-        ),
-    ):
-        if lines:
-            yield f"\n{title}: {len(lines)}"
-            yield from (f"  {line}" for line in lines)
-    yield "\n" + ("The same." if result.agrees else "NOT the same.")
+def _entry(test: str, known: Mapping[str, object]) -> str | None:
+    names = (test, test.partition("[")[0], test.partition("::")[0])
+    return next((name for name in names if name in known), None)

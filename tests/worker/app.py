@@ -7,10 +7,7 @@ announces: they tell *when* something happened; how often a task ran is told by 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import signal
 import threading
 import time
 import uuid
@@ -54,21 +51,11 @@ def _define(app: Celery) -> None:
     idempotent(name="keyed", idempotency_key="key")(work)
     plain(name="plain")(work)
 
-    raising: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "raise"}
-    idempotent(name="raising", **raising)(work)
-    idempotent(name="raising_moody", max_retries=1, **raising)(moody)
     idempotent(name="early", acks_late=False)(work)
-    idempotent(name="moody", idempotency_key="key", max_retries=1)(moody)
-    idempotent(name="failing", idempotency_key="key")(failing)
     refusing: dict[str, Any] = {"idempotency_permanent_errors": (Refused,)}
     idempotent(name="refused", idempotency_key="key", **refusing)(refused)
 
-    idempotent(name="killing", idempotency_key="key")(killing)
-
     idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
-    automatic: dict[str, Any] = {"autoretry_for": (ZeroDivisionError,), "default_retry_delay": 0.2}
-    idempotent(name="autoretrying", idempotency_key="key", max_retries=3, **automatic)(dividing)
-
     idempotent(name="loose", idempotency_fingerprint=None)(work)
     idempotent(name="handing_on")(handing_on)
 
@@ -78,7 +65,6 @@ def _define(app: Celery) -> None:
 
     idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
     idempotent(name="appending")(appending)
-    idempotent(name="webhook", idempotency_key="delivery")(webhook)
     app.task(name="threads", base=Task, shared=False)(threads)
 
 
@@ -115,40 +101,10 @@ def ensuring(self: Any, key: str, gate: str) -> dict[str, Any]:
     return _answer(self)
 
 
-def moody(self: Any, key: str, gate: str = "") -> dict[str, Any]:
-    """Fail the first time that this key runs, retry the second time, succeed from the third time on."""
-    ledger = Ledger.from_env()
-    ledger.append("start", key, self.request.id)
-    wait_at(gate)
-    runs = ledger.count("start", key)
-    if runs == 1:
-        raise RuntimeError("not today")
-    if runs == 2:
-        raise self.retry(countdown=0.2)
-    ledger.append("end", key, self.request.id)
-    return _answer(self)
-
-
-def failing(self: Any, key: str, gate: str = "") -> dict[str, Any]:
-    """Fail until the file ``gate`` exists."""
-    ledger = Ledger.from_env()
-    ledger.append("start", key, self.request.id)
-    if not Path(gate).exists():
-        raise RuntimeError(f"{key} is not ready")
-    ledger.append("end", key, self.request.id)
-    return _answer(self)
-
-
 def refused(self: Any, key: str) -> None:
     """Fail for good."""
     Ledger.from_env().append("start", key, self.request.id)
     raise Refused(f"the card of {key} expired", 4)
-
-
-def killing(self: Any, key: str) -> None:
-    """Take this process down, as a C extension can."""
-    Ledger.from_env().append("start", key, self.request.id)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> dict[str, Any]:
@@ -162,14 +118,6 @@ def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> d
         finally:
             time.sleep(0.02)  # the retry is published by now, and may well be running
     ledger.append("end", key, self.request.id)
-    return _answer(self)
-
-
-def dividing(self: Any, key: str, good: int) -> dict[str, Any]:
-    """Divide by zero until the attempt ``good``."""
-    Ledger.from_env().append("start", key, self.request.id)
-    if self.request.retries < good:
-        return {"never": 1 / 0}
     return _answer(self)
 
 
@@ -190,13 +138,6 @@ def appending(self: Any, text: str, key: str = "", gate: str = "") -> str:
     Ledger.from_env().append("appended", key or text, self.request.id)
     wait_at(gate)
     return f"{text}!"
-
-
-def webhook(self: Any, event: str, delivery: str, payload: Any) -> dict[str, Any]:
-    """Write a row for a delivery; say what arrived."""
-    Ledger.from_env().append(event, delivery, self.request.id)
-    arrived = json.dumps(payload, sort_keys=True).encode()
-    return {"event": event, "sha256": hashlib.sha256(arrived).hexdigest(), **_answer(self)}
 
 
 def threads() -> dict[str, Any]:

@@ -11,10 +11,8 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask
-from tests.support.apps import configure, environment, wanted
+from tests.support.apps import configure, wanted
 from tests.support.ledger import Ledger
-
-__all__ = ["environment", "make_app"]
 
 
 def make_app(settings: Mapping[str, Any]) -> Celery:

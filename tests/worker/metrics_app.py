@@ -11,8 +11,6 @@ from celery_idempotent import metrics
 from tests.support.apps import configure, wanted
 from tests.worker.app import make_app
 
-__all__ = ["app"]
-
 
 def _make() -> Celery:
     found: dict[str, Any] | None = wanted()

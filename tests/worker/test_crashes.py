@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
-from celery.exceptions import WorkerLostError
 
 from celery_idempotent import State
 from celery_idempotent.celery.sweep import SWEEP
+from tests.support.apps import environment
 from tests.support.preloaded import Process, spawn
-from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
+from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
-from tests.worker import app as app_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,32 +52,6 @@ def test_a_lost_child_costs_its_key_a_moment_and_not_a_lease(broker, open_site, 
     assert site.ledger.count("start", key) == 2
 
 
-def test_a_lost_worker_is_followed_by_another_one(broker, open_site, key, gate):
-    """Redis gives the message back after the visibility timeout, RabbitMQ at once: it waits for the lease to end."""
-    options = {"broker_transport_options": IMPATIENT} if broker == "redis" else {}
-    site = open_site(broker, idempotency_lease=3, **options)
-    workers = site.workers(2, concurrency=1)
-    message = site.message("keyed", key, 0.0, gate.path)
-    states = site.states(message.task_id)
-    result = site.deliver(message)
-    lost = first_run(site, key)
-    next(each for each in workers if lost.pid in each.children()).kill()
-    gate.open()
-    answer = result.get(timeout=30)
-    runs = site.ledger.entries("start", key)
-    assert [each.pid for each in runs] == [lost.pid, answer["pid"]]
-    assert runs[1].time - runs[0].time > 3 - 0.5  # the claim came a little before the run
-    assert site.ledger.count("end", key) == 1
-    record = site.record("keyed", key)
-    assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
-    if broker == "rabbitmq":
-        assert 1 <= site.conflicts(message.task_id) <= 6
-    # Its caller never saw anything but a task at work.
-    names = states.names()
-    assert set(names) <= {"STARTED", "SUCCESS"}
-    assert [each["result"] for each in states.stored() if each["status"] == "SUCCESS"] == [answer]
-
-
 class TestTheSweep:
     @pytest.fixture
     def start_beat(self, tmp_path) -> Iterator[Callable[[Site], Path]]:
@@ -90,7 +63,7 @@ class TestTheSweep:
             command = [sys.executable, "-m", "celery", "-A", "tests.worker.app", "beat"]
             options = ["--loglevel=INFO", "--pidfile=", f"--schedule={tmp_path / 'schedule'}"]
             with log_path.open("wb") as log:
-                env = child_environment(app_module.environment(site.settings))
+                env = child_environment(environment(site.settings))
                 beat = spawn([*command, *options], cwd=tmp_path, env=env, log=log)
             started.append(beat)
             return log_path
@@ -179,27 +152,3 @@ class TestEarlyAcks:
         gate.open()
         result.get(timeout=30)
         wait_for(lambda: self.unacked(site) == 0, what="the ack")
-
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            pytest.param({"task_acks_late": False}, id="acks_late"),
-            pytest.param({"task_reject_on_worker_lost": False}, id="reject_on_worker_lost"),
-        ],
-    )
-    def test_mean_that_a_lost_child_is_not_followed_by_another_run(
-        self, open_site, key, gate, settings
-    ):
-        site = open_site("redis", **settings)
-        worker = site.worker(concurrency=2)
-        result = site.publish("guarded", key, 0.0, gate.path)
-        worker.kill_child(first_run(site, key).pid)
-        gate.open()
-        with pytest.raises(WorkerLostError):
-            result.get(timeout=60)
-        wait_for(lambda: self.unacked(site) == 0, what="the ack")
-        # The other child is there for whatever else comes.
-        site.publish("guarded", f"{key}.next").get(timeout=30)
-        assert site.ledger.count("start", key) == 1
-        record = site.record("guarded", task_id=result.id)
-        assert (record.state, record.crashes) == (State.INTERRUPTED, 1)

@@ -6,22 +6,18 @@ import json
 import subprocess
 import sys
 import uuid
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import chain
 from celery.result import AsyncResult
 
-from celery_idempotent import FingerprintMismatch, InProgress, State
-from tests.support.sites import IMPATIENT
+from celery_idempotent import FingerprintMismatch, State
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.support.watch import States
     from tests.worker.conftest import Site
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
@@ -33,12 +29,6 @@ def results(site: Site, *task_ids: str) -> list[Any]:
     return [site.result(task_id).get(timeout=20) for task_id in task_ids]
 
 
-def result_of(states: States) -> Any:
-    """Return the first value that was stored, whatever was stored before it."""
-    wait_for(lambda: "SUCCESS" in states.names(), 20, lambda: f"SUCCESS in {states.names()}")
-    return next(each["result"] for each in states.stored() if each["status"] == "SUCCESS")
-
-
 def wait_for_phase(site: Site, count: int, phase: str, **which: str) -> None:
     wait_for(
         lambda: site.ledger.count(phase, **which) >= count,
@@ -48,24 +38,6 @@ def wait_for_phase(site: Site, count: int, phase: str, **which: str) -> None:
 
 
 class TestTheSameMessage:
-    def test_delivered_five_times_at_once_runs_once(self, shared, key, gate):
-        message = shared.message("guarded", key, 0.0, gate.path)
-        states = shared.states(message.task_id)
-        result = shared.deliver(message, times=5)
-        wait_for_phase(shared, 4, "conflicted", task_id=message.task_id)
-        gate.open()
-        first = result.get(timeout=20)
-        wait_for_phase(shared, 4, "replayed", task_id=message.task_id)
-        assert shared.ledger.count("start", key) == shared.ledger.count("end", key) == 1
-        # The duplicates never touched the state of the run, and every answer is the first one.
-        names = states.names()
-        assert set(names) <= OWN, names
-        assert names[-1] == "SUCCESS"
-        assert all(
-            each["result"] == first for each in states.stored() if each["status"] != "STARTED"
-        )
-        assert results(shared, message.task_id) == [first]
-
     def test_delivered_again_after_its_end_is_answered_without_a_run(self, shared, key):
         message = shared.message("keyed", key)
         first = shared.deliver(message).get(timeout=20)
@@ -149,26 +121,11 @@ class TestAMessageOfAnOldPublisher:
         with pytest.raises(FingerprintMismatch):
             mismatched[0].get(timeout=20)
 
-    def test_may_carry_the_raw_key_in_a_header(self, shared, key, send):
-        header = {"headers": {"idempotency_key": key}}
-        old = send(("guarded", ["a"], header), ("guarded", ["a"], header))
-        new = shared.app.tasks["guarded"].apply_async(("a",), idempotency_key=key)
-        answers = results(shared, *(each.id for each in (*old, new)))
-        assert answers == [answers[0]] * 3
-
     def test_and_a_task_that_hands_its_headers_on_hands_on_no_key(self, shared, key):
         children = [f"{key}/{n}" for n in range(2)]
         shared.app.send_task("handing_on", children, headers={"idempotency_key": key})
         for child in children:
             wait_for(lambda child=child: shared.ledger.count("end", child), 20, f"{child} to run")
-
-    def test_without_any_key_is_guarded_by_its_task_id(self, shared, key, send):
-        task_id = str(uuid.uuid4())
-        send(*[("guarded", [key], {"task_id": task_id})] * 3)
-        results(shared, task_id)
-        # Two copies are answered, some of them after a conflict.
-        wait_for_phase(shared, 2, "replayed", task_id=task_id)
-        assert shared.ledger.count("start", key) == 1
 
     @pytest.mark.parametrize("protocol", [1, 2])
     def test_may_be_written_by_hand_in_any_protocol(self, shared, key, protocol):
@@ -227,12 +184,6 @@ class TestAReplacement:
         """Give every free process something else to do: what it did before is over then."""
         results(shared, *(shared.publish("guarded", f"{key}.next", 0.1).id for _ in range(4)))
 
-    def test_within_a_chain_hands_its_result_on(self, shared, key):
-        replacing, appending = shared.app.tasks["replacing"], shared.app.tasks["appending"]
-        result = chain(replacing.si(key, "a"), appending.s(), appending.s()).apply_async()
-        assert result.get(timeout=20) == "a!!!"
-        assert shared.ledger.count("start", key) == 1
-
     def test_answers_a_duplicate_under_another_id_when_it_is_done(self, shared, key, gate):
         first = shared.publish("replacing", key, "a", gate.path)
         wait_for_phase(shared, 1, "appended", key=key)
@@ -244,93 +195,3 @@ class TestAReplacement:
         gate.open()
         assert results(shared, first.id, second.id) == ["a!", "a!"]
         assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1
-
-
-class TestAConflict:
-    """A second message for a key that somebody is working on."""
-
-    def test_goes_round_calmly_and_is_answered_in_the_end(self, shared, key, gate):
-        first = shared.publish("keyed", key, 0.0, gate.path)
-        wait_for_phase(shared, 1, "start", key=key)
-        message = shared.message("keyed", key, 0.0, gate.path)
-        states = shared.states(message.task_id)
-        second = shared.deliver(message)
-        wait_for_phase(shared, 3, "conflicted", task_id=second.id)
-        gate.open()
-        assert second.get(timeout=20) == first.get(timeout=20)
-        assert shared.ledger.count("start", key) == 1
-        # Its caller sees that it waits.
-        names = [name for name in states.names() if name != "STARTED"]
-        assert names[-1] == "SUCCESS"
-        assert set(names[:-1]) == {"RETRY"}
-        # Half a second at least, then one: two, by their jitter.
-        times = [each.time for each in shared.ledger.entries("conflicted", task_id=second.id)]
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        assert all(gap > least for gap, least in zip(gaps, (0.45, 0.95), strict=False)), gaps
-
-    def test_is_raised_where_the_task_says_so_and_names_the_holder(self, shared, key, gate):
-        first = shared.publish("raising", key, 0.0, gate.path)
-        wait_for_phase(shared, 1, "start", key=key)
-        second = shared.publish("raising", key, 0.0, gate.path)
-        with pytest.raises(InProgress) as raised:
-            second.get(timeout=20)
-        assert raised.value.task_id == first.id
-        assert raised.value.expires_in is not None
-        assert 0 < raised.value.expires_in <= 30
-        assert second.state == "FAILURE"
-        gate.open()
-        first.get(timeout=20)
-        assert shared.ledger.count("start", key) == 1
-
-    def test_of_a_redelivery_is_never_raised_and_the_redelivery_is_not_lost(
-        self, shared, key, gate
-    ):
-        message = shared.message("raising_moody", key, gate.path)
-        states = shared.states(message.task_id)
-        shared.deliver(message)
-        wait_for_phase(shared, 1, "start", key=key)
-        shared.deliver(message)
-        wait_for_phase(shared, 2, "conflicted", task_id=message.task_id)
-        assert set(states.names()) == {"STARTED"}
-        gate.open()  # the holder fails: it is the second copy that takes up the work
-        answer = result_of(states)
-        assert answer["retries"] == 1
-        assert shared.ledger.count("start", key) == 3
-        failures = [each["result"] for each in states.stored() if each["status"] == "FAILURE"]
-        assert [each["exc_type"] for each in failures] == ["RuntimeError"]
-
-
-class TestAShortVisibilityTimeout:
-    """Redis gives back what is not acknowledged in time: the commonest way to run a task twice."""
-
-    def test_lets_a_long_task_run_once_and_the_plain_one_several_times(self, open_site):
-        site = open_site("redis", broker_transport_options=IMPATIENT)
-        site.workers(2, concurrency=3)
-        message = site.message("guarded", "long", 6.0)
-        with site.copies(message.task_id) as copies:
-            result = site.deliver(message)
-            site.publish("plain", "plain", 6.0)
-            answer = result.get(timeout=30)
-            wait_for(lambda: copies.now() == 0, 60, "the last copy to be acknowledged")
-        assert site.ledger.count("start", "long") == site.ledger.count("end", "long") == 1
-        assert site.ledger.count("start", "plain") > 1
-        # It was redelivered, again and again; but one copy stays one copy, or two while it is sent round.
-        assert 1 <= site.conflicts(message.task_id) <= 40
-        assert 1 <= copies.most <= 3
-        assert result.get(timeout=30) == answer
-        record = site.record("guarded", task_id=message.task_id)
-        assert record is not None
-        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 0, 1)
-
-    def test_shorter_than_a_countdown_lets_the_task_run_once(self, open_site):
-        site = open_site("redis", broker_transport_options=IMPATIENT)
-        site.workers(2, concurrency=3)
-        task_id = str(uuid.uuid4())
-        with site.copies(task_id) as copies:
-            result = site.publish("guarded", "late", countdown=5, task_id=task_id)
-            site.publish("plain", "plain", countdown=5)
-            result.get(timeout=30)
-            wait_for(lambda: copies.now() == 0, 60, "the last copy to be acknowledged")
-        assert site.ledger.count("start", "late") == site.ledger.count("end", "late") == 1
-        assert copies.most <= 3
-        wait_for_phase(site, 2, "start", key="plain")

@@ -10,10 +10,11 @@ from urllib.parse import urlsplit
 import pytest
 from celery import __version__ as celery_version
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity
+from celery_idempotent.records import Identity
 from celery_idempotent.stores import open_store
 from tests.support import sites
 from tests.support.proxy import Proxy
+from tests.support.records import claim_key
 from tests.support.sites import RABBITMQ
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
@@ -66,17 +67,8 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def hold(cut: Cut, name: str, task_id: str) -> int:
     """Hold the key of a message of a task without a rule; return the token."""
-    answer = open_store(cut.address).claim(
-        ClaimRequest(
-            identity=Identity(namespace=name, key=f"@{task_id}"),
-            attempt=os.urandom(8),
-            lease_ms=60_000,
-            keep_ms=60_000,
-            task_id="somebody else",
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record.token
+    identity = Identity(namespace=name, key=f"@{task_id}")
+    return claim_key(open_store(cut.address), identity, lease_ms=60_000).token
 
 
 def let_go(cut: Cut, name: str, task_id: str, token: int) -> None:

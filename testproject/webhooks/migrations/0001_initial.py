@@ -21,10 +21,18 @@ def fields(*more: tuple[str, models.Field[Any, Any]]) -> list[tuple[str, models.
     ]
 
 
+def share(_: Any, editor: Any) -> None:
+    """Put SQLite's file into write-ahead mode: readers no longer wait for the writer, nor it for them."""
+    if editor.connection.vendor == "sqlite":
+        editor.execute("PRAGMA journal_mode = WAL")
+
+
 class Migration(migrations.Migration):
     initial = True
+    atomic = False
     dependencies: ClassVar = []
     operations: ClassVar = [
+        migrations.RunPython(share, migrations.RunPython.noop),
         migrations.CreateModel(
             name="Run",
             fields=fields(("started", models.DateTimeField(auto_now_add=True))),

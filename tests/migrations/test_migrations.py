@@ -1,0 +1,183 @@
+"""What the libraries that are migrated from have in common: lost workers, redeliveries, the deploy after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.migrations.conftest import LEASE, PATIENCE, Shop
+from tests.support.waiting import wait_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """The names of one task, before and after; what a redelivery did while the first run was at work."""
+
+    before: str
+    after: str
+    beside: bool = False
+    #: Does a duplicate end without a value? Else it gets the first task's result.
+    drops: bool = False
+
+
+LIBRARIES = {
+    "celery-once": Library(
+        before="celery_once_before.report", after="celery_once_after.report", beside=True
+    ),
+    "celery-singleton": Library(
+        before="celery_singleton_before.sync", after="celery_singleton_after.sync"
+    ),
+    "celery-heimdall": Library(
+        before="celery_heimdall_before.report", after="celery_heimdall_after.report", beside=True
+    ),
+    "redis-lock": Library(
+        before="redis_lock_before.sync", after="redis_lock_after.sync", drops=True
+    ),
+}
+ONCE, SINGLETON, HEIMDALL, _ = LIBRARIES.values()
+
+each = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+# What all of them have in common ------------------------------------------------------------------
+
+
+@each
+def test_a_killed_worker_is_followed_by_another_run(shop: Shop, key: str, library: Library):
+    shop.order("kill", key)
+    assert shop.task(library.after).delay(key).get(timeout=PATIENCE)
+    assert (shop.starts(key), shop.ends(key)) == (2, 1)
+
+
+@each
+def test_a_redelivery_ran_again(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.before), key)
+    for times in (1, 2):
+        if library.beside:
+            shop.order(f"closed{times}", key)
+        shop.deliver(message)
+        shop.started(key, times)
+        lock = f"lock-sync-{key}"
+        wait_for(lambda lock=lock: not shop.redis.exists(lock), PATIENCE, "the lock to go")  # type: ignore[misc]
+    assert not (library.beside and shop.ends(key))
+
+
+@each
+def test_a_redelivery_does_not_run(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.after), key)
+    gate = shop.order("closed1", key)
+    first = shop.deliver(message)
+    shop.started(key)
+    shop.deliver(message)
+    shop.passed()
+    gate.unlink()
+    first.get(timeout=PATIENCE)
+    shop.deliver(message)
+    shop.passed()
+    assert (shop.starts(key), shop.ends(key)) == (1, 1)
+
+
+@each
+def test_a_new_worker_runs_old_messages_once(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.before), key)
+    assert not [name for name in message["headers"] if name.startswith("idempotency")]
+    gate = shop.order("closed1", key)
+    first = shop.deliver(message, task=library.after)
+    shop.started(key)
+    again = shop.task(library.after).delay(key)
+    if library.drops:
+        wait_for(lambda: again.state == "IGNORED", PATIENCE, "the duplicate to be dropped")
+    else:
+        assert again.id == first.id
+    gate.unlink()
+    first.get(timeout=PATIENCE)
+    assert shop.starts(key) == 1
+
+
+@each
+def test_an_old_worker_runs_new_messages(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.after), key)
+    shop.deliver(message, task=library.before).get(timeout=PATIENCE)
+    assert shop.starts(key) == 1
+
+
+@each
+def test_a_duplicate_does_not_run_while_the_first_is_at_work_for_longer_than_its_lease(
+    shop: Shop, key: str, library: Library
+):
+    task = shop.task(library.after)
+    gate = shop.order("closed1", key)
+    first = task.delay(key)
+    shop.started(key)
+    began = shop.redis.time()[0]
+    wait_for(lambda: shop.redis.time()[0] - began > 1.5 * LEASE, PATIENCE, "more than a lease")
+    again = task.delay(key)
+    if library.drops:
+        wait_for(lambda: again.state == "IGNORED", PATIENCE, "the duplicate to be dropped")
+    else:
+        assert again.id == first.id
+    gate.unlink()
+    first.get(timeout=PATIENCE)
+    shop.passed()
+    assert shop.starts(key) == 1
+
+
+@each
+def test_after_the_end_and_after_a_failure_the_next_call_runs(
+    shop: Shop, key: str, library: Library
+):
+    task = shop.task(library.after)
+    assert task.delay(key).get(timeout=PATIENCE) != task.delay(key).get(timeout=PATIENCE)
+    shop.order("fail", key)
+    task.delay(key).get(timeout=PATIENCE, propagate=False)
+    task.delay(key).get(timeout=PATIENCE)
+    assert shop.ends(key) >= 3
+
+
+# What one of them has -----------------------------------------------------------------------------
+
+
+def test_a_call_that_waits_in_the_queue_is_not_published_again(shop: Shop, key: str):
+    first = shop.task(ONCE.after).apply_async((key,), countdown=1)
+    assert {shop.task(ONCE.after).delay(key).id for _ in range(3)} == {first.id}
+    first.get(timeout=PATIENCE)
+    shop.passed()
+    assert shop.starts(key) == 1
+
+
+def test_a_retry_keeps_its_key(shop: Shop, key: str):
+    shop.order("fail", key)
+    first = shop.task(SINGLETON.after).delay(key)
+    wait_for(lambda: first.state == "RETRY", PATIENCE, "the retry")
+    assert shop.task(SINGLETON.after).delay(key).id == first.id
+    first.get(timeout=PATIENCE)
+    assert (shop.starts(key), shop.ends(key)) == (2, 1)
+
+
+def test_a_key_is_remembered_after_the_end(shop: Shop, key: str):
+    name = "celery_heimdall_after.remind"
+    first = shop.task(name).delay(key)
+    value = first.get(timeout=PATIENCE)
+    again = shop.task(name).delay(key)
+    assert again.id == first.id
+    assert again.get(timeout=PATIENCE) == value
+    assert shop.app.send_task(name, (key,)).get(timeout=PATIENCE) == value
+    assert shop.starts(key) == 1
+
+
+def test_a_duplicate_by_name_waits_its_turn(shop: Shop, key: str):
+    name = HEIMDALL.after
+    gate = shop.order("closed1", key)
+    first = shop.app.send_task(name, (key,))
+    shop.started(key)
+    others = [shop.app.send_task(name, (key,)) for _ in range(2)]
+    shop.passed()
+    holder = shop.task(name).idempotency_record(key)
+    assert holder is not None
+    assert holder.task_id == first.id
+    assert shop.starts(key) == 1
+    gate.unlink()
+    assert len({each.get(timeout=PATIENCE) for each in (first, *others)}) == 3
+    runs = sorted(shop.ledger.entries(key=key), key=lambda entry: entry.time)
+    assert [entry.phase for entry in runs] == ["start", "end"] * 3  # one after the other
