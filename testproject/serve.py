@@ -35,11 +35,7 @@ class ProcessError(Exception):
 
 
 class Stopped(BaseException):
-    """This process was asked to end by a signal."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+    """This process was asked to end by the signal of this number."""
 
 
 class Child:

@@ -3,7 +3,6 @@
 ==========================  ====================================================================
 ``DJANGO_DEBUG``            ``1`` (default) or ``0``
 ``DJANGO_SECRET_KEY``       required with ``DJANGO_DEBUG=0``
-``DJANGO_ALLOWED_HOSTS``    with commas between; ``localhost`` by default
 ``DATABASE_PATH``           the SQLite file; ``db.sqlite3`` beside this file by default
 ``DATABASE_NAME``           a PostgreSQL database instead, where libpq's own variables say (``PGHOST``…)
 ``REDIS_URL``               broker, result backend, store; by default ``redis://127.0.0.1:6379/0``
@@ -32,8 +31,7 @@ _DEVELOPMENT_KEY = "for-development-only-and-refused-everywhere-else"
 SECRET_KEY = os.environ.get("DJANGO_SECRET_KEY", _DEVELOPMENT_KEY)
 if not DEBUG and SECRET_KEY == _DEVELOPMENT_KEY:
     raise ImproperlyConfigured("Set DJANGO_SECRET_KEY: the built-in key is for DJANGO_DEBUG=1.")
-_HOSTS = os.environ.get("DJANGO_ALLOWED_HOSTS", "localhost,127.0.0.1,[::1]")
-ALLOWED_HOSTS = [host for host in _HOSTS.split(",") if host]
+ALLOWED_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 
 _CONTRIB = ("admin", "auth", "contenttypes", "messages", "sessions", "staticfiles")
 INSTALLED_APPS = [

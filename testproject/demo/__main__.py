@@ -51,7 +51,7 @@ def main(events: Path, store: str, seed: int | None, json: bool) -> None:
     except (ProcessError, ServerUnavailable) as trouble:
         _fail(f"The demo could not be performed: {trouble}", 2)
     except Stopped as stopped:
-        _fail(f"Stopped by {signal.Signals(stopped.signum).name}.", 128 + stopped.signum)
+        _fail(f"Stopped by {signal.Signals(stopped.args[0]).name}.", 128 + stopped.args[0])
     sys.exit(code)
 
 

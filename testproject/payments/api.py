@@ -41,11 +41,7 @@ class PaymentMade(serializers.ModelSerializer[Payment]):
 
 
 def order_of(request: Request) -> dict[str, Any]:
-    """Return what is to be paid.
-
-    Raises:
-        ValidationError: if the body is no order.
-    """
+    """Return what is to be paid; :exc:`ValidationError` if the body is no order."""
     order = Order(data=request.data)
     order.is_valid(raise_exception=True)
     return dict(order.validated_data)

@@ -17,12 +17,7 @@ class BankUnreachable(Exception):
 
 
 def transfer(recipient: str) -> None:
-    """Move the money to ``recipient``.
-
-    Raises:
-        PaymentRefused: for the recipient ``acct_closed``.
-        BankUnreachable: for the recipient ``acct_unreachable``, as long as the bank is out of reach.
-    """
+    """Move the money; ``acct_closed`` is refused, ``acct_unreachable`` as long as the bank is out of reach."""
     time.sleep(settings.BANK_SECONDS)
     _while("closed")
     if recipient == "acct_closed":

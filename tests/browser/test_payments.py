@@ -104,7 +104,6 @@ def test_two_tabs_pay_once(open_as: OpenAs, site: Site) -> None:
         expect(answers(tab)).to_contain_text(["202"])
     expect_paid(page, site)
     expect_paid(tab, site)
-    expect(page.locator("#ledger tr").first).to_contain_text("42.17 EUR")
 
 
 def test_the_way_back_and_a_reload_keep_the_payment(open_as: OpenAs, site: Site) -> None:
@@ -178,7 +177,7 @@ def test_the_keyboard_is_enough(open_as: OpenAs, site: Site) -> None:
         " style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2]; }"
     )
     order = []
-    for _ in range(13):
+    for _ in range(12):
         page.keyboard.press("Tab")
         name, ring = page.evaluate(focused)
         order.append(name.strip().splitlines()[0])
@@ -187,11 +186,10 @@ def test_the_keyboard_is_enough(open_as: OpenAs, site: Site) -> None:
         *("Webhook ledger", "Pay once", "Admin", "Log out"),
         *("Amount in cents", "Currency", "Recipient", "Idempotency key"),
         *("Pay", "New key", "Open the same payment in a second tab"),
-        # The tables, which scroll when they have to.
-        *("Press\tAnswer\tRepeated\tNow", "No.\tAmount\tRecipient\tKey"),
+        "Press\tAnswer\tRepeated\tNow",  # the table, which scrolls when it has to
     ]
     key = key_of(page)
-    for _ in range(3):
+    for _ in range(2):
         page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")  # New key
     assert key_of(page) != key

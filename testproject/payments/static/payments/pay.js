@@ -9,7 +9,6 @@
   const fields = ["key", "amount", "currency", "recipient"];
   let presses = 0;
   let status = "";
-  let shown = "";
 
   // -- the payment is in the address: for a reload, for the way back, for another tab
 
@@ -28,8 +27,6 @@
   // Without a secure context there is no randomUUID().
   const fresh = () =>
     [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-
-  // -- words
 
   const make = (tag, content, name) => {
     const made = document.createElement(tag);
@@ -106,15 +103,6 @@
     const mine = told.filter((payment) => payment.key === $("key").value).length;
     say($("count"), String(mine));
     say($("unit"), mine === 1 ? "payment" : "payments");
-    if (shown === JSON.stringify(told)) return;
-    shown = JSON.stringify(told);
-    const rows = told.map((payment) => make("tr", [
-      make("td", String(payment.id), "number"),
-      make("td", `${(payment.amount / 100).toFixed(2)} ${payment.currency}`, "number"),
-      make("td", payment.recipient),
-      make("td", payment.key, "key"),
-    ]));
-    if (rows.length) $("ledger").replaceChildren(...rows);
   };
   const lookAtStatus = async () => {
     const asked = status;
