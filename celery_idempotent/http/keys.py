@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.http.problems import RequestRefused
+from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
@@ -17,50 +17,58 @@ logger = logging.getLogger(__name__)
 #: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
 MAX_HEADER_CHARS: Final = 1024
 
-_KEY = r"[a-z*][a-z0-9_.*-]*"
-_QUOTED = r'"((?:[ !#-\[\]-~]|\\["\\])*)"'
-#: A number, a string, a token, bytes, a boolean, a date or a display string: what a parameter may be.
+_NAME = r"[a-z*][a-z0-9_.*-]*"
+_QUOTED = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
+#: What a parameter may be.
 _ITEM = "|".join(
     (
-        r"-?[0-9]{1,15}(?:\.[0-9]{1,3})?",
-        _QUOTED.replace("((?:", "(?:(?:", 1),
-        r"[A-Za-z*][!#$%&'*+.^_`|~0-9A-Za-z:/-]*",
-        r":[A-Za-z0-9+/=]*:",
-        r"\?[01]",
-        r"@-?[0-9]{1,15}",
-        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',
+        r"-?[0-9]{1,15}(?:\.[0-9]{1,3})?",  # a number
+        _QUOTED,
+        r"[A-Za-z*][!#$%&'*+.^_`|~0-9A-Za-z:/-]*",  # a token
+        r":[A-Za-z0-9+/=]*:",  # bytes
+        r"\?[01]",  # a boolean
+        r"@-?[0-9]{1,15}",  # a date
+        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',  # a display string
     )
 )
 #: Parameters mean nothing here, and RFC 9651 wants them ignored.
-_STRING: Final = re.compile(rf"{_QUOTED}(?:; *{_KEY}(?:=(?:{_ITEM}))?)*", re.ASCII)
+_STRING: Final = re.compile(rf"({_QUOTED})(?:; *{_NAME}(?:=(?:{_ITEM}))?)*", re.ASCII)
 #: Visible ASCII but what begins, separates or escapes something in a structured field: servers join a header that was
 #: sent twice with a comma.
-_BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]+")
+_BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]*")
 
 
 def read_key(raw: object, *, required: bool = False) -> str | None:
-    """Return the key that a header's value has, ``None`` if there is no header and none is ``required``.
+    r"""Return the key that a header means: ``"a\"b"`` is ``a"b``, ``17`` is ``"17"``; ``None`` without a header.
 
     Raises:
-        RequestRefused: ``idempotency_key_missing``; ``idempotency_key_invalid``, if the header is malformed, empty,
-            doubled or too long. Its text says what is wrong and never repeats the value.
+        RequestRefused: ``idempotency_key_missing``, if it is ``required``; ``idempotency_key_invalid``, if the header
+            is malformed, empty, doubled or too long. Its text says what is wrong and never repeats the value.
     """
-    if raw is None and required:
+    if raw is None:
+        if not required:
+            return None
         raise RequestRefused(
             "idempotency_key_missing",
             "Send a header Idempotency-Key with a value that is new for each intention, such as a UUID, and the same "
             "when you try again.",
         )
-    if raw is None:
-        return None
     if not isinstance(raw, str) or len(raw) > MAX_HEADER_CHARS:
         raise _invalid(f"It has more than {MAX_HEADER_CHARS} characters.")
-    value = raw.strip(" ")
-    if not value:
-        raise _invalid("It is empty.")
-    if not (value.isascii() and value.isprintable()):
+    key = raw.strip(" ")
+    if not (key.isascii() and key.isprintable()):
         raise _invalid("It has characters other than printable ASCII.")
-    key = _key_of(value)
+    if key.startswith('"'):
+        found = _STRING.fullmatch(key)
+        if found is None:
+            raise _invalid(
+                'It is no string of RFC 9651, such as "8e03978e-40d5": one string in double quotes.'
+            )
+        key = re.sub(r"\\(.)", r"\1", found[1][1:-1])
+    elif "," in key:
+        raise _invalid("It was sent more than once, or has a comma outside of double quotes.")
+    elif not _BARE.fullmatch(key):
+        raise _invalid('Without double quotes it has no spaces and none of " , ; and \\.')
     if not key:
         raise _invalid("It is empty.")
     # With each of its characters escaped, and two quotes. A shorter one cannot be too long.
@@ -72,26 +80,6 @@ def read_key(raw: object, *, required: bool = False) -> str | None:
     return key
 
 
-def _key_of(value: str) -> str:
-    r"""Return the key that a header's value means: ``"a\"b"`` is ``a"b``, and ``17`` is the same key as ``"17"``.
-
-    Raises:
-        RequestRefused: ``idempotency_key_invalid``. It says what is wrong, and never repeats the value.
-    """
-    if value.startswith('"'):
-        found = _STRING.fullmatch(value)
-        if found is None:
-            raise _invalid(
-                'It is no string of RFC 9651, such as "8e03978e-40d5": one string in double quotes.'
-            )
-        return re.sub(r"\\(.)", r"\1", found[1])
-    if "," in value:
-        raise _invalid("It was sent more than once, or has a comma outside of double quotes.")
-    if not _BARE.fullmatch(value):
-        raise _invalid('Without double quotes it has no spaces and none of " , ; and \\.')
-    return value
-
-
 def _invalid(why: str) -> RequestRefused:
     return RequestRefused("idempotency_key_invalid", why)
 
@@ -100,12 +88,10 @@ def http_identity(namespace: str, scope: object, key: str) -> Identity:
     """Return the identity of a key of a caller.
 
     Raises:
-        RequestRefused: if the key cannot be one, or the scope, which often comes from the request as well.
+        InvalidKey: if the key cannot be one, which :func:`read_key` refuses.
+        RequestRefused: ``caller_unknown``, if the scope cannot be one: it often comes from the request as well.
     """
-    try:
-        text = canonical(key, task=namespace)
-    except InvalidKey:
-        raise RequestRefused("idempotency_key_invalid", "It is too long.") from None
+    text = canonical(key, task=namespace)
     try:
         whose = canonical(scope, what="scope", task=namespace)
     except InvalidKey as error:

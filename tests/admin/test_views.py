@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from django.test import Client
 
-from celery_idempotent.django.http.options import http_options
-from celery_idempotent.django.http.views import _ResponseCodec
 from celery_idempotent.errors import FailedByOperator
+from celery_idempotent.http.guard import ResponseCodec
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store
@@ -96,6 +96,6 @@ def test_an_answer_that_is_no_text_is_told(
 def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
     serve(memory)
     about = of_user("a", 17)
-    error = _ResponseCodec(http_options(), "view").dump_error(FailedByOperator("given up"))
+    error = ResponseCodec("view", Mock(), 0).dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
     assert "FailedByOperator: given up" in text(operator.get(address(about)))

@@ -21,8 +21,8 @@ from celery import Celery
 
 import celery_idempotent
 from celery_idempotent import IdempotentTask, errors, signals
-from celery_idempotent.django.http.options import HttpOptions
-from celery_idempotent.http.problems import CONDITIONS
+from celery_idempotent.http.answers import CONDITIONS
+from celery_idempotent.http.options import HttpOptions
 from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fields_by_option
 from celery_idempotent.records import State
 from docs import generated

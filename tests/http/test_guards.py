@@ -27,7 +27,7 @@ from django.views.decorators.gzip import gzip_page
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.http.describing import describe
+from celery_idempotent.http.status import describe
 from celery_idempotent.protocol.run import Body, Run
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
@@ -241,7 +241,7 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
             "Whether an earlier request with this key was carried out is not known; this one was not.",
         ),
     ):
-        monkeypatch.setattr("celery_idempotent.django.http.views.execute", execute_)
+        monkeypatch.setattr("celery_idempotent.http.guard.execute", execute_)
         answer = site.ask(f"/plain?note={note}", key)
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert answer.json()["detail"].startswith(said)
@@ -251,9 +251,7 @@ def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are read by then, and its user may have changed."""
-    monkeypatch.setattr(
-        "celery_idempotent.django.http.views.execute", lambda _, body: (body(), body())[1]
-    )
+    monkeypatch.setattr("celery_idempotent.http.guard.execute", lambda _, body: (body(), body())[1])
     site, note = Site(options), new_key()
     answer = site.ask(f"/plain?note={note}", new_key())
     assert (answer.status_code, answer.json()["code"]) == (503, "rolled_back")

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from celery_idempotent.django.http.views import to_the_end
+from celery_idempotent.http.guard import to_the_end
 from tests.http.sites import Site, Web, new_key
 from tests.support.waiting import wait_for
 

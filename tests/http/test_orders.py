@@ -546,7 +546,7 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     monkeypatch.setattr(enqueueing, "REQUEST_RETRY_SECONDS", 0.1)
     # Between the reservation and the message, with nobody left to give the key back.
     with monkeypatch.context() as patch:
-        patch.setattr(enqueueing, "queue_message", kill)
+        patch.setattr(enqueueing._Order, "_queue", kill)
         with pytest.raises(Killed):
             queue(sql)
     reserved = sql.idempotency_record("k", scope=("user", 7))

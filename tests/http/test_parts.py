@@ -17,13 +17,17 @@ from django.views import View
 
 from celery_idempotent.django import user_scope
 from celery_idempotent.django.http import idempotent_view, keyed_view
-from celery_idempotent.django.http.bodies import receive, request_fingerprint
-from celery_idempotent.django.http.callers import caller_scope, session_scope
-from celery_idempotent.django.http.messages import pack_response, read_response
-from celery_idempotent.django.http.options import http_options
+from celery_idempotent.django.http.requests import (
+    caller_scope,
+    http_options,
+    receive,
+    request_fingerprint,
+    session_scope,
+)
+from celery_idempotent.django.http.responses import pack_response, response_of
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
+from celery_idempotent.http.answers import RequestRefused, read_response
 from celery_idempotent.http.keys import http_identity, read_key
-from celery_idempotent.http.problems import RequestRefused
 from celery_idempotent.keys.fingerprints import MAX_DEPTH
 from celery_idempotent.records import Stored
 from tests.sql.databases import ready
@@ -333,6 +337,11 @@ def test_a_charset_that_is_none_is_refused(
 # Kept responses ------------------------------------------------------------------------------------------------------
 
 
+def kept_again(made: HttpResponse) -> HttpResponse:
+    """Return a response as a repetition gets it."""
+    return response_of(read_response(pack_response(made, http_options(), name="v")))
+
+
 @pytest.mark.parametrize("status", [200, 204, 404])
 @pytest.mark.parametrize("body", [b"", b"text", bytes(range(256)), b"\r\n\r\n"])
 def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
@@ -353,7 +362,7 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
     }
     made = HttpResponse(body, status=status, reason="All Is Well", headers=headers | for_one_answer)
     made.set_cookie("session", "of the first caller")
-    again = read_response(pack_response(made, http_options(), name="v"))
+    again = kept_again(made)
     assert (again.status_code, again.content, again.reason_phrase) == (status, body, "All Is Well")
     assert dict(again.headers) == {**headers, "Idempotent-Replayed": "true"}
     assert not again.cookies
@@ -363,7 +372,7 @@ def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
     import dataclasses
 
     kept = pack_response(HttpResponse("text"), http_options(), name="v")
-    assert read_response(kept).content == b"text"
+    assert read_response(kept).body == b"text"
     for no_response in (
         Stored(content_type="application/json", content_encoding="utf-8", body=b"1"),
         dataclasses.replace(kept, content_type="application/json"),
@@ -375,7 +384,7 @@ def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
 
 def test_a_response_over_its_limit_is_not_kept() -> None:
     options = http_options({"max_response_bytes": 4})
-    assert read_response(pack_response(HttpResponse("four"), options, name="v")).content == b"four"
+    assert read_response(pack_response(HttpResponse("four"), options, name="v")).body == b"four"
     with pytest.raises(ResultUnavailable, match="was not kept"):
         read_response(pack_response(HttpResponse("fiver"), options, name="v"))
 
@@ -385,10 +394,10 @@ def test_a_replay_has_the_content_type_of_its_first_answer_however_that_is_writt
     name: str,
 ) -> None:
     made = HttpResponse(b"{}", headers={name: "application/json"})
-    replay = read_response(pack_response(made, http_options(), name="v"))
+    replay = kept_again(made)
     assert replay["Content-Type"] == "application/json"
     del made["Content-Type"]
-    assert "Content-Type" not in read_response(pack_response(made, http_options(), name="v"))
+    assert "Content-Type" not in kept_again(made)
 
 
 def test_headers_without_measure_are_not_kept() -> None:

@@ -26,9 +26,9 @@ from celery_idempotent.django.admin.charts import HOURS, charts
 from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.django.admin.operations import PER_PAGE, OperationPages, mark_of
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.messages import read_response
+from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.views import view_namespaces
-from celery_idempotent.http.responses import CONTENT_TYPE, REPLAYED
+from celery_idempotent.http.answers import CONTENT_TYPE, REPLAYED, read_response
 from celery_idempotent.records import Page, Record, Selection, Stored
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
@@ -223,7 +223,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
 
 def _read_response(stored: Stored) -> str:
     """Return the answer of a view, its body if that is a text."""
-    response = read_response(stored)
+    response = response_of(read_response(stored))
     del response[REPLAYED]
     body = f"({len(response.content):,} bytes that are no text)"
     if "Content-Encoding" not in response:

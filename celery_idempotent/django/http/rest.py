@@ -9,7 +9,7 @@ from rest_framework.permissions import IsAuthenticated
 from rest_framework.renderers import JSONRenderer
 from rest_framework.views import APIView
 
-from celery_idempotent.django.http.options import http_options
+from celery_idempotent.django.http.requests import http_options
 from celery_idempotent.django.http.status import respond
 
 if TYPE_CHECKING:

@@ -1,0 +1,176 @@
+"""Answers as data: problems (RFC 9457), one code a condition, and the stored response of a view.
+
+A response is stored as an HTTP message, and a repetition gets the same bytes::
+
+    HTTP/1.1 201 Created
+    Content-Type: application/json
+    Location: /payments/17/
+
+    {"id": 17}
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.records import Stored
+
+logger = logging.getLogger(__name__)
+
+#: What ``Retry-After`` says, in seconds.
+RETRY_AFTER: Final = 1
+#: Tells a replay from the first answer.
+REPLAYED: Final = "Idempotent-Replayed"
+
+Headers = list[tuple[str, str]]
+
+
+class Answer(NamedTuple):
+    """An answer for a web framework to send; a body that is a mapping is sent as JSON."""
+
+    status: int
+    headers: Headers
+    body: bytes | Mapping[str, object]
+    reason: str | None = None
+
+
+# -- problems ----------------------------------------------------------------------------------------------------------
+
+#: code -> status, title, whether the same request with the same key may succeed later.
+CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
+    "idempotency_key_missing": (400, "The Idempotency-Key header is missing", False),
+    "idempotency_key_invalid": (400, "The Idempotency-Key header cannot be read", False),
+    "body_unreadable": (400, "The body cannot be read", False),
+    "body_incomplete": (400, "The body broke off", True),
+    "caller_unknown": (403, "Idempotent requests need a caller", False),
+    "unknown_key": (404, "There is no such key", False),
+    "request_in_progress": (409, "A request with this key is in progress", True),
+    "result_not_kept": (410, "The request was carried out, and its result was not kept", False),
+    "length_required": (411, "The length of the body is missing", False),
+    "request_too_large": (413, "The request is too large", False),
+    "idempotency_key_reused": (422, "This key belongs to another request", False),
+    "failed_by_operator": (500, "An operator settled it as failed", False),
+    "task_failed": (500, "The task failed", False),
+    "too_many_crashes": (500, "The request took its process down too often", False),
+    "store_unavailable": (503, "It cannot be checked whether this is a repetition", True),
+    "rolled_back": (503, "The transaction was rolled back", True),
+    "result_unavailable": (503, "The result cannot be fetched", True),
+    "not_queued": (503, "The task could not be queued", True),
+    "timed_out": (504, "The task never came back", False),
+}
+
+
+class RequestRefused(Exception):
+    """A request that is not carried out; ``code`` is one of :data:`CONDITIONS`."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+    def answer(self, docs_url: str | None = None) -> Answer:
+        """Return the answer to the request."""
+        wait = RETRY_AFTER if CONDITIONS[self.code][0] in (409, 503) else None
+        return make_problem(self.code, str(self), retry_after=wait, docs_url=docs_url)
+
+
+def make_problem(
+    code: str,
+    detail: str,
+    *,
+    status: int | None = None,
+    title: str | None = None,
+    retryable: bool | None = None,
+    retry_after: float | None = None,
+    docs_url: str | None = None,
+    **members: object,
+) -> Answer:
+    """Return a problem: one of the library's, or one of your own with ``status``, ``title`` and ``retryable``.
+
+    ``retry_after`` are seconds. With ``docs_url`` the type is a link into it, else ``about:blank``.
+    """
+    usual_status, usual_title, usual_retryable = CONDITIONS.get(code, (400, code, False))
+    headers = [("Content-Type", "application/problem+json"), ("Cache-Control", "no-store")]
+    if retry_after is not None:
+        headers.append(("Retry-After", str(max(math.ceil(retry_after), 1))))
+    if docs_url:
+        headers.append(("Link", f'<{docs_url}>; rel="describedby"; type="text/html"'))
+    body: dict[str, object] = {
+        "type": f"{docs_url}#{code}" if docs_url else "about:blank",
+        "title": title or usual_title,
+        "status": status or usual_status,
+        "detail": detail,
+        "code": code,
+        "retryable": usual_retryable if retryable is None else retryable,
+        **members,
+    }
+    return Answer(status or usual_status, headers, body)
+
+
+# -- stored responses --------------------------------------------------------------------------------------------------
+
+CONTENT_TYPE: Final = "application/http"
+#: In the record only: the response was sent whole, and its body is not stored.
+_NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
+#: Headers that are not stored, lower case: of one answer or one login; of one connection (RFC 9110, 7.6.1); of one
+#: trace; and our own.
+NEVER_KEPT: Final = frozenset(
+    f"""
+    age authentication-info date set-cookie www-authenticate
+    connection content-length keep-alive proxy-authenticate proxy-authentication-info proxy-connection te trailer
+    transfer-encoding upgrade via
+    b3 server-timing traceparent tracestate traceresponse uber-trace-id x-amzn-trace-id x-b3-sampled x-b3-spanid
+    x-b3-traceid x-cloud-trace-context x-correlation-id x-request-id
+    {REPLAYED} {_NOT_KEPT}
+    """.lower().split()
+)
+_MAX_HEAD: Final = 32 * 1024
+_STATUS_LINE: Final = re.compile(r"HTTP/1\.1 ([1-5]\d\d) ([^\r\n]*)", re.ASCII)
+_HEADER: Final = re.compile(r"([!-9;-~]+): ([^\r\n]*)")
+
+
+def pack_response(answer: Answer, *, max_bytes: int, name: str, why: str = "") -> Stored:
+    """Return a response as it is stored, without its body if there is a reason ``why``; ``name`` is the view's."""
+    body = answer.body
+    assert isinstance(body, bytes), "the response was encoded"
+    if len(body) > max_bytes:
+        why = why or f"it has {len(body)} bytes"
+    lines = [
+        f"HTTP/1.1 {answer.status} {(answer.reason or '').encode('ascii', 'replace').decode()}"
+    ]
+    if why:
+        body = b""
+        logger.warning(
+            "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
+        )
+        lines.append(f"{_NOT_KEPT}: {why}")
+    lines += [f"{key}: {value}" for key, value in answer.headers if key.lower() not in NEVER_KEPT]
+    head = "\r\n".join(lines).encode("latin-1", "replace")
+    if len(head) > _MAX_HEAD:
+        raise ValueError(f"the headers of the response of {name} have more than {_MAX_HEAD} bytes")
+    body = head + b"\r\n\r\n" + body
+    return Stored(content_type=CONTENT_TYPE, content_encoding="binary", body=body)
+
+
+def read_response(stored: Stored) -> Answer:
+    """Return the response that was stored, marked as a replay.
+
+    Raises:
+        ResultUnavailable: if its body was not kept, or it cannot be read.
+    """
+    head, _, body = stored.body.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    status_line = _STATUS_LINE.fullmatch(first)
+    headers = [(found[1], found[2]) for line in lines if (found := _HEADER.fullmatch(line))]
+    if stored.content_type != CONTENT_TYPE or status_line is None or len(headers) < len(lines):
+        raise ResultUnavailable("What is stored for this key cannot be read as a response.")
+    status, reason = status_line[1], status_line[2]
+    if why := dict(headers).get(_NOT_KEPT):
+        raise ResultUnavailable(
+            f"The request was carried out and answered with {status}; the response was not kept: {why}."
+        )
+    return Answer(int(status), [*headers, (REPLAYED, "true")], body, reason)

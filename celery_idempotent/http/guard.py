@@ -1,0 +1,233 @@
+"""The guard of one view: claim the key of a request, then run the view, or answer from the record.
+
+::
+
+    claim ─┬─ Claimed ────▶ the view ─┬─ settle with its response
+           │                          └─ not one to repeat (a 503), or an exception: release
+           ├─ Settled ────▶ may this caller have it? then the stored response
+           ├─ Held ───────▶ 409, Retry-After
+           ├─ Mismatched ─▶ 422
+           └─ no answer ──▶ 503
+
+To the protocol the view is a body. A web framework brings its request as data, and sends what comes back: what the view
+returned, an :class:`.Answer`, or a :class:`.RequestRefused`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from celery_idempotent.errors import FingerprintMismatch, IdempotencyError, ResultUnavailable
+from celery_idempotent.events import Reporter, worker_name
+from celery_idempotent.http.answers import Answer, RequestRefused, read_response
+from celery_idempotent.http.options import HttpOptions
+from celery_idempotent.http.status import failure_of
+from celery_idempotent.protocol import atomic
+from celery_idempotent.protocol.run import Body, Run, execute
+from celery_idempotent.records import Identity, Record, Stored
+from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.stores import Store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _NotToKeepError(Exception):
+    """The view ran, and its answer is not one to repeat: the key is given back."""
+
+    def __init__(self, response: object) -> None:
+        super().__init__()
+        self.response = response
+
+
+class Guard:
+    """Guards one view; ``name`` is for people, ``sender`` what signals come from, ``pack`` stores a response."""
+
+    def __init__(
+        self,
+        name: str,
+        sender: object,
+        options: HttpOptions,
+        open_store: Callable[[], Store],
+        pack: Callable[[Any], Stored],
+    ) -> None:
+        self.name, self.options, self.open_store = name, options, open_store
+        self.policy = options.policy
+        self.codec = ResponseCodec(name, pack, options.max_response_bytes)
+        self.reporter = Reporter(name, lambda: sender, open_store)
+
+    def answer(self, run: RequestRun | None, view: Body) -> object:
+        """Return what the view returned, or an :class:`.Answer`; an atomic view without a key has no ``run``.
+
+        Raises:
+            RequestRefused: if the key is another request's or in use, or the store cannot be asked.
+            Exception: what the view raises; the key is free then.
+        """
+        try:
+            if run is not None:
+                return execute(run, partial(run.call, view))
+            with atomic.transactional(self.open_store(), self.name).transaction(None):
+                return view()
+        except FingerprintMismatch:
+            raise RequestRefused(
+                "idempotency_key_reused",
+                "It was sent before with another method, route or body. A key stands for one intention: use a new one.",
+            ) from None
+        except _NotToKeepError as answered:
+            return answered.response
+
+    def kept(self, response: T, status: int) -> T:
+        """Return the response of a view if it is one to repeat; any other leaves the view as an exception."""
+        if status >= 500 or status in self.options.unstored:
+            raise _NotToKeepError(response)
+        return response
+
+
+class RequestRun(Run):
+    """One request with a key; ``refusal`` returns the answer to a caller who may not have the stored response."""
+
+    began = False
+
+    def __init__(
+        self,
+        guard: Guard,
+        identity: Identity,
+        fingerprint: bytes,
+        refusal: Callable[[], object | None],
+    ) -> None:
+        self.identity, self.fingerprint, self.refusal = identity, fingerprint, refusal
+        self.name, self.policy, self.guard = guard.name, guard.policy, guard
+        self.codec, self.reporter = guard.codec, guard.reporter
+        self.task_id = str(uuid.uuid4())
+        self.worker = worker_name(os.getpid())
+        if self.policy.atomic:
+            self.in_transaction = atomic.run_body
+
+    def open_store(self) -> Store:
+        """Return the store of the guard."""
+        return self.guard.open_store()
+
+    def call(self, view: Body) -> object:
+        """Call the view, once: after that its files are read, and its user may have changed."""
+        if self.began:
+            raise RequestRefused(
+                "rolled_back",
+                "The database rolled it back: a deadlock or a serialization failure. Send the same request with"
+                " the same key again.",
+            )
+        self.began = True
+        return view()
+
+    def replay(self, record: Record, age_ms: int) -> object:  # noqa: ARG002
+        """Repeat the stored response to a caller who may have it."""
+        return self.refusal() or stored_answer(record)
+
+    def conflict(self, record: Record, left_ms: int) -> NoReturn:  # noqa: ARG002
+        """Refuse a request whose key another one holds."""
+        raise RequestRefused(
+            "request_in_progress",
+            "The first request with this key has not been answered yet. Ask again later.",
+        )
+
+    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
+        """Refuse a request that cannot be guarded now."""
+        known = (
+            "It is not known yet whether it was carried out."
+            if begun or self.began
+            else "Whether an earlier request with this key was carried out is not known; this one was not."
+        )
+        raise RequestRefused(
+            "store_unavailable", f"{known} Send the same request with the same key again."
+        ) from error
+
+
+def stored_answer(record: Record) -> Answer:
+    """Return the answer that the record of a view has.
+
+    Raises:
+        RequestRefused: if the request failed for good, or its response was not kept.
+    """
+    if record.state.is_failure:
+        code = failure_of(record, None).code
+        details = {
+            "failed_by_operator": "An operator decided that it is not tried again.",
+            "too_many_crashes": f"The process that worked on it died {record.crashes} times, and it is not tried "
+            "again.",
+        }
+        raise RequestRefused(code, details.get(code, "It failed for good."))
+    if record.value is None:
+        raise RequestRefused("result_not_kept", "The response could not be kept.")
+    try:
+        return read_response(record.value)
+    except ResultUnavailable as unavailable:
+        raise RequestRefused("result_not_kept", str(unavailable)) from None
+
+
+class ResponseCodec:
+    """Responses instead of values, as ``dump_value`` packs them; errors and steps as JSON."""
+
+    def __init__(self, name: str, dump_value: Callable[[Any], Stored], max_bytes: int) -> None:
+        self.dump_value = dump_value
+        self._name, self._max_bytes = name, max_bytes
+        self._json = Serializer()
+
+    def dump_error(self, error: BaseException) -> Stored:
+        """Store what a caller may know."""
+        return self._json.dump({"exc_type": type(error).__name__, "exc_message": str(error)})
+
+    def dump_step(self, name: str, value: object) -> Stored:
+        """Serialize the result of a step."""
+        try:
+            return self._json.dump(value, max_bytes=self._max_bytes)
+        except NotStored as problem:
+            raise IdempotencyError(
+                f"The result of step {name!r} of {self._name} cannot be recorded: {problem}."
+            ) from None
+
+    def load_value(self, stored: Stored) -> object:
+        """Return the result of a step."""
+        return self._json.load(stored)
+
+
+async def to_the_end(work: Awaitable[T], *, name: str) -> T:
+    """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
+
+    A server cancels a coroutine when its client hangs up; between an effect and its record it must not::
+
+        client       view (cancelled)           the same, to its end
+        POST    ───▶ charge: done               charge: done
+        hangs up ──✂ CancelledError, release    … answer, settle, CancelledError
+        POST    ───▶ charge: once more          the first answer
+    """
+    contexts: list[Context] = []
+
+    async def whole() -> T:
+        try:
+            return await work
+        finally:
+            contexts.append(copy_context())
+
+    task, cancelled = asyncio.ensure_future(whole()), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:  # noqa: PERF203  it may come more than once
+            cancelled = error
+    # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
+    here = copy_context()
+    for variable, value in (item for context in contexts for item in context.items()):
+        if variable not in here or here[variable] is not value:
+            variable.set(value)
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        logger.error("idempotency: %s failed, and its client has gone", name, exc_info=failure)
+    raise cancelled
