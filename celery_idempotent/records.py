@@ -1,7 +1,5 @@
-"""What a store has about a key, what it is asked for and how it answers: values that nobody changes, no I/O, no clock.
-
-Most are not ``frozen``: to make one would take three times as long, and a task makes several.
-"""
+"""What a store has about a key, what it is asked for and how it answers: values without I/O and clock."""
+# Most are not ``frozen``: to make one would take three times as long, and a task makes several.
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def _when(ms: int) -> datetime:
 class State(enum.Enum):
     """Where a key is in its life; a key without a record is unclaimed."""
 
-    # Enum's own is written in Python, and asked several times a run.
+    # Enum's own is written in Python.
     __hash__ = object.__hash__
 
     QUEUED = "QUEUED"
@@ -93,14 +91,13 @@ class Stored:
 class Record:
     """What the store has about one key.
 
-    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
-    record, and when the message of a QUEUED one counts as lost. ``worker`` is ``hostname:pid/id`` until the record is
-    settled. ``value`` is the result of a COMPLETED and the exception of a FAILED record, ``None`` when it was not kept.
-    ``replaced``: the task ended with ``self.replace``, and another one carries the task id on; ``delivered``: the
-    callbacks of the settled task were sent; ``reserved``: the key was reserved before its message was published, in a
+    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of a lease, or when the
+    message of a QUEUED record counts as lost. ``worker`` is ``hostname:pid/id`` until the record is settled. ``value``
+    is the result or the exception, ``None`` when it was not kept. ``replaced``: another task carries the task id on;
+    ``delivered``: the callbacks were sent; ``reserved``: the key was reserved before its message was published, in a
     transaction that may still be rolled back if ``uncommitted``; ``swept``: a sweep ended the claim or settled the
-    record, and its owner may go on with its token. ``steps`` are the results of an unfinished run's steps, ``message``
-    is what to publish when it is requeued, ``note`` who changed the record last as an operator, what they did, and why.
+    record, and its owner may go on with its token. ``message`` is what to publish when it is requeued, ``note`` who
+    changed the record last as an operator, what they did, and why.
     """
 
     identity: Identity
@@ -127,10 +124,7 @@ class Record:
 
     @property
     def owner(self) -> str:
-        """Who claimed the key last, for people: ``task_id@hostname:pid/id``.
-
-        Of a settled record the task id alone; the event ``settled`` has it all (``event.record.owner``).
-        """
+        """Who claimed the key last: ``task_id@hostname:pid/id``, of a settled record the task id alone."""
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
 
     @property
@@ -166,9 +160,8 @@ class Record:
 class ClaimRequest:
     """What a worker asks a store for: the key, for whom, and for how long.
 
-    While a claim holds, the same ``attempt`` (8 random bytes) gets the same token again. The lease lasts ``lease_ms``;
-    the record lives ``keep_ms`` longer, so that there is something to sweep and a crash to count. ``on_stale`` tells a
-    sweep what to do should the lease run out, ``message`` what to publish then.
+    While a claim holds, the same ``attempt`` (8 random bytes) gets the same token again. The record lives ``keep_ms``
+    longer than its lease. ``on_stale`` tells a sweep what to do should that run out, ``message`` what to publish then.
     """
 
     identity: Identity
@@ -184,10 +177,9 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ReserveRequest:
-    """What a publisher asks a store for: the key, for a message that it is about to publish.
+    """What a publisher asks a store for: the key, for a message that counts as lost ``deadline_ms`` from now.
 
-    The message counts as lost ``deadline_ms`` from now; the record lives ``keep_ms`` longer. ``message`` is what a
-    sweep sends then under ``task_id``, should no worker have claimed the key.
+    A sweep sends the ``message`` then, should no worker have claimed the key. The record lives ``keep_ms`` longer.
     """
 
     identity: Identity
@@ -220,9 +212,7 @@ class SettleRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ResultWrite:
-    """What a result backend in Redis writes for a finished task: to ``key``, for ``expires_s`` (0: for ever), and to
-    the channel of the same name.
-    """
+    """What a result backend in Redis writes to ``key``, for ``expires_s`` (0: for ever), and to its channel."""
 
     key: bytes
     payload: bytes = field(repr=False)
@@ -307,8 +297,7 @@ class SweepReport:
 class Selection:
     """Records of which everything given is true; an empty set allows any value.
 
-    ``keys`` and ``scopes`` are canonical forms; a scope of ``""`` is no scope. ``stale``: PROCESSING with a lease that
-    ran out. ``since_ms`` and ``before_ms``: when the record changed its state.
+    ``stale``: PROCESSING with a lease that ran out. ``since_ms`` and ``before_ms``: when it changed its state.
     """
 
     states: frozenset[State] = frozenset()
@@ -328,7 +317,7 @@ class Selection:
 
     @property
     def scans(self) -> bool:
-        """Does a store have to look at every key? Only COMPLETED records have no index."""
+        """Does a store have to look at every key, as COMPLETED records have no index?"""
         return State.COMPLETED in self.wanted
 
     @property
@@ -357,10 +346,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A part of a list: records without their values, steps and messages, as of ``now_ms`` of the store's clock.
-
-    ``cursor`` asks for what follows and is empty at the end; ``looked_at`` is how many keys this page took.
-    """
+    """A part of a list, without values, steps and messages; the ``cursor`` leads on, and is empty at the end."""
 
     records: tuple[Record, ...]
     cursor: str = ""
@@ -372,8 +358,7 @@ class Page:
 class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
-    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it. ``at_least`` names
-    the counts that are only lower bounds. ``swept_ms`` is when the last sweep ended, if that is known.
+    ``live`` and ``stale`` are PROCESSING and QUEUED. ``at_least`` names the counts that are only lower bounds.
     """
 
     live: int
@@ -392,7 +377,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """How often something happened to a task within one hour; ``hour`` counts from the epoch, by the store's clock."""
+    """How often something happened to a task within one hour, which counts from the epoch."""
 
     hour: int
     task: str

@@ -36,8 +36,13 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis.format import Keyspace, pack, unpack
-from celery_idempotent.stores.redis.servers import Command, Reply, exchange, plain
-from celery_idempotent.stores.redis.urls import link_and_prefix
+from celery_idempotent.stores.redis.servers import (
+    Command,
+    Reply,
+    exchange,
+    link_and_prefix,
+    plain,
+)
 from celery_idempotent.stores.table import Look, StoredRecord
 
 logger = logging.getLogger(__name__)

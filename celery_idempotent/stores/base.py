@@ -67,7 +67,7 @@ Done: TypeAlias = tuple[str, Record | None]
 
 
 def write_cursor(kind: str, *place: int) -> str:
-    """Return where a list goes on, as text: the kind of list, and numbers that mean something to that kind alone."""
+    """Return where a list goes on: its kind, and numbers that mean something to that kind alone."""
     return ":".join([kind, *map(str, place)])
 
 
@@ -117,13 +117,12 @@ class Transaction(Protocol):
 
 
 class Store(ABC):
-    """Holds the records. A store of your own looks, swaps, and finds what is due; :mod:`.table` decides.
+    """Holds the records. A store of your own looks, swaps, and finds what is due; the table decides.
 
     Time is the store's own clock, in milliseconds. A verb whose answer was lost may be repeated, and answers as it did
     the first time. Every write after the claim carries the record's token and does nothing for any other. Every verb
     may raise :exc:`~celery_idempotent.errors.StoreUnavailable` (trying again may help) or
-    :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). A store that can do a verb in one statement
-    overrides it. Beyond the verbs, the defaults are those of a store which cannot do it.
+    :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not).
     """
 
     #: Can a run be part of its transactions? Then it has `transaction`, `committed` and `abandon`.
@@ -146,21 +145,14 @@ class Store(ABC):
     # -- the verbs --
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if no live claim holds it; a claim that finds a lease over counts a crash.
-
-        A fingerprint that either side lacks is equal to any.
-        """
+        """Take the key if no live claim holds it. A fingerprint that either side lacks is equal to any."""
         lease_ms, keep_ms = request.lease_ms, request.keep_ms
         asked = Asked(brought(request), request.attempt, delay_ms=lease_ms, keep_ms=keep_ms)
         answer = self._take_key("claim", request.identity, asked)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
-        """Take the key for a message that is about to be published, under the record's task id.
-
-        A reservation past its deadline is taken over, with its task id. Who reserves again under the record's task id
-        may bring another message; otherwise the record keeps the one that it has.
-        """
+        """Take the key for a message that is to be published under the task id of the record in the answer."""
         # Tells who reserves also where the record has another's task id.
         attempt = hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest()
         delay_ms, fields = request.deadline_ms, {**brought(request), "reserved": True}
@@ -169,18 +161,11 @@ class Store(ABC):
         return Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew; ``False`` for each that is no longer held with that token.
-
-        A claim that a sweep ended is PROCESSING again, or if FAILED stays so: its run may settle it anew.
-        """
+        """Let each lease start anew, also one that a sweep ended; ``False`` for each that has another token by now."""
         return [self._renew(each) for each in leases]
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state; ``False`` if the key has another token by now.
-
-        Accepted also when the lease is over, when the record is gone (flushed, evicted), and when the claim was settled
-        before: then the first end state stays, unless a sweep wrote it.
-        """
+        """Write the end state, also if the record is gone or swept; ``False`` if the key has another token."""
         identity = request.record.identity
         return self._ask("settle", identity, asked_to_settle(request))[0] == "settled"
 
@@ -189,9 +174,7 @@ class Store(ABC):
     ) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
-        With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
-        to QUEUED, with such a deadline. Any other record with steps becomes INTERRUPTED. With an operator's ``note`` a
-        record that stays gets a new token.
+        Before a retry (``requeue_ms``) one that was reserved or has a message is QUEUED, any with steps INTERRUPTED.
         """
         asked = Asked({"note": note}, token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, asked)[0] != "lost"
@@ -213,11 +196,7 @@ class Store(ABC):
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
-        """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, with a new token; return it.
-
-        Its message is to be published within ``deadline_ms``. With ``token`` it is the record with that one, even
-        within the lease.
-        """
+        """Make an INTERRUPTED or stale record with a message QUEUED, or the one with this ``token``."""
         asked = Asked({"note": note}, b"", token=token, delay_ms=deadline_ms)
         return self._ask("requeue", identity, asked)[1]
 
@@ -233,10 +212,9 @@ class Store(ABC):
         return None if look.stored is None else look.stored.record
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt up to about ``limit`` PROCESSING records whose lease ran out; any number of sweeps may run at once.
+        """Interrupt up to about ``limit`` records whose lease ran out; any number of sweeps may run at once.
 
-        One with ``on_stale="requeue"`` and a message becomes QUEUED instead, and so does a QUEUED one with a message
-        whose deadline is past (its sender died): for ``requeue_ms``, twice as long each time, at most 1,024 times.
+        What is to be sent again becomes QUEUED for ``requeue_ms``, each time for twice as long, at most 1,024 times.
         """
         found = list(self._due(limit + 1))
         due = found[:limit]
@@ -308,8 +286,7 @@ class Store(ABC):
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
         COMPLETED records have no index: a page may be empty and yet have a cursor. Records that come, go or change
-        between two pages may be left out, or come twice. Only INTERRUPTED, or only FAILED ones come newest first, as
-        far as they are kept for equally long. ``ValueError`` for a cursor that is none of this store's.
+        between two pages may be left out, or come twice. Only INTERRUPTED, or only FAILED ones come newest first.
         """
 
     @abstractmethod
@@ -326,10 +303,7 @@ class Store(ABC):
         return False
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
-        """Write the end state as :meth:`settle` does and, if that is accepted, the result in the same atomic step.
-
-        A result that says SUCCESS already stays. One that cannot be stored is left to its backend.
-        """
+        """Write the end state and, if that is accepted, the result in the same atomic step, over any but a SUCCESS."""
         return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
 
     def write_result(self, result: ResultWrite) -> bool:  # noqa: ARG002
@@ -354,11 +328,9 @@ class Store(ABC):
         return self
 
     def transaction(self, record: Record | None) -> AbstractContextManager[Transaction]:
-        """Begin a transaction for the claim that returned ``record``; it ends with the context.
+        """Begin a transaction for the claim that returned ``record``; without one nothing is settled in it.
 
-        Without a record nothing is settled in it. :exc:`~celery_idempotent.errors.LeaseLost` if the record has another
-        token already, and :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or
-        keeps the settle from the record; other errors of the database come through as they are.
+        ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble before the body or the settle.
         """
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
@@ -370,7 +342,7 @@ class Store(ABC):
         """End the transaction of this thread's claim that a time limit, which strikes anywhere, may have left open."""
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting
-        """Add to the counters of the current hour, by task and outcome. A lost answer may count twice."""
+        """Add to the counters of the current hour, by task and outcome."""
 
     def counts(self, *, hours: int) -> Sequence[Counted]:  # noqa: ARG002  see supports_counting
         """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""

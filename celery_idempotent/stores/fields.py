@@ -1,7 +1,7 @@
 """The fields of a record in every store: one line of JSON of what is not as usual.
 
-A new field of a record is in the line unless it has its default, and needs nothing here. An older version that writes
-the record anew leaves it out: a field that must not be lost needs a version of its store's format.
+A new field of a record needs nothing here. An older version that writes the record anew leaves it out: one that must
+not be lost needs a version of its store's format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FieldCodec:
         self._usual = lru_cache(maxsize=64)(self._line)
 
     def encode(self, fields: Mapping[str, Any], others: dict[str, Any]) -> bytes:
-        """Return the line, with ``others`` of the store's own: message and steps come last, for they may be long."""
+        """Return the line, with ``others`` of the store's own; message and steps, which may be long, come last."""
         value: Stored | None = fields.get("value")
         if value is not None:
             kind = value.content_type, value.content_encoding
@@ -85,22 +85,17 @@ class FieldCodec:
         if message is not None:
             found["message"] = b64decode(message)
         if steps:
-            found["steps"] = tuple((name, _stored(*each)) for name, *each in steps)
+            found["steps"] = tuple(
+                (name, Stored(content_type=kind, content_encoding=encoding, body=b64decode(body)))
+                for name, kind, encoding, body in steps
+            )
         if value is not None:
             found["value"] = Stored(content_type=kind[0], content_encoding=kind[1], body=value)
         return found
 
 
 def without_long(start: bytes) -> bytes:
-    """Return a line without message and steps, of which ``start`` may end anywhere.
-
-    No text in it contains the mark, for its quotes are escaped.
-    """
+    """Return a line without message and steps, of which ``start`` may end anywhere."""
+    # No text in it contains the mark, for its quotes are escaped.
     line, mark, _ = start.partition(b'"long":')
     return line.rstrip(b",") + b"}" if mark else line
-
-
-def _stored(content_type: str, content_encoding: str, body: str) -> Stored:
-    return Stored(
-        content_type=content_type, content_encoding=content_encoding, body=b64decode(body)
-    )

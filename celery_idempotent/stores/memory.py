@@ -8,16 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from celery_idempotent.records import Counted, Identity, Page, Record, Selection, State, Stats
-from celery_idempotent.stores.base import (
-    COUNTED_HOURS,
-    HOUR_MS,
-    Store,
-    read_cursor,
-    write_cursor,
-)
+from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, Store, read_cursor, write_cursor
 from celery_idempotent.stores.table import Look, StoredRecord
 
 __all__ = ["MemoryStore"]
@@ -42,16 +36,12 @@ class MemoryLook(Look):
 
 
 class MemoryStore(Store):
-    """The records of one process; a forked child goes on with a copy of its own.
-
-    ``clock`` gives the time in microseconds since the epoch; see
-    :class:`celery_idempotent.testing.FakeClock`.
-    """
+    """The records of one process; ``clock`` gives microseconds since the epoch, as a ``FakeClock`` does."""
 
     supports_counting = True
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
-        self._clock = clock or _wall_clock_us
+        self._clock = clock or (lambda: time.time_ns() // 1000)
         self.records: dict[Identity, StoredRecord] = {}
         self._counts: Counter[tuple[int, str, str]] = Counter()
         self.highest_token = 0
@@ -93,15 +83,10 @@ class MemoryStore(Store):
         now_ms, records = self._alive()
         deadlines = [r.deadline_ms for r in records if r.deadline_ms is not None]
         stale = sum(deadline_ms <= now_ms for deadline_ms in deadlines)
-        states = [record.state for record in records]
-        return Stats(
-            live=len(deadlines) - stale,
-            stale=stale,
-            interrupted=states.count(State.INTERRUPTED),
-            failed=states.count(State.FAILED),
-            now_ms=now_ms,
-            swept_ms=self._swept_ms,
-        )
+        live, states = len(deadlines) - stale, [record.state for record in records]
+        interrupted, failed = states.count(State.INTERRUPTED), states.count(State.FAILED)
+        ended: dict[str, Any] = {"interrupted": interrupted, "failed": failed}
+        return Stats(live=live, stale=stale, now_ms=now_ms, swept_ms=self._swept_ms, **ended)
 
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
@@ -118,12 +103,8 @@ class MemoryStore(Store):
             if selection.includes(records[at], now_ms):
                 found.append(replace(records[at], value=None, message=None, steps=()))
             at += 1
-        return Page(
-            records=tuple(found),
-            cursor=write_cursor("m", at) if at < len(records) else "",
-            looked_at=at - start,
-            now_ms=now_ms,
-        )
+        cursor = write_cursor("m", at) if at < len(records) else ""
+        return Page(records=tuple(found), cursor=cursor, looked_at=at - start, now_ms=now_ms)
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         with self._locked():
@@ -145,8 +126,7 @@ class MemoryStore(Store):
         self._swept_ms = self.now_ms()
 
     def _locked(self) -> threading.RLock:
-        # Another thread may have held the parent's lock at the moment of the fork; in the child
-        # no thread would free it.
+        # A thread of the parent may have held it at the moment of the fork.
         if self._pid != os.getpid():
             self._lock, self._pid = threading.RLock(), os.getpid()
         return self._lock
@@ -156,12 +136,3 @@ class MemoryStore(Store):
         with self._locked():
             now_ms, stored = self.now_ms(), self.records.values()
             return now_ms, [each.record for each in stored if each.expires_ms > now_ms]
-
-
-def open_memory(_url: str) -> MemoryStore:
-    """Open ``memory://``."""
-    return MemoryStore()
-
-
-def _wall_clock_us() -> int:
-    return time.time_ns() // 1000

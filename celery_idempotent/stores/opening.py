@@ -1,12 +1,5 @@
-"""Which store an app uses: a URL or its settings become a store, one for each app.
-
-::
-
-    idempotency_store       a URL, or a store                                                 first
-    result_backend          if it is a Redis                                                  else
-    broker_url              if it is a Redis                                                  else
-    memory                  if all runs are in this process: eager tasks, a memory:// broker  else
-    InvalidOption           no task runs: two workers would know nothing of each other
+"""Which store an app uses, one for each app: ``idempotency_store``, else its result backend or its broker if that is a
+Redis, else the memory if all runs are in this process (eager tasks, a ``memory://`` broker).
 """
 
 from __future__ import annotations
@@ -16,7 +9,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import real_app
@@ -34,7 +26,7 @@ _REDIS = ("redis", "redis+cluster", "rediss", "rediss+cluster", "sentinel", "uni
 #: What makes a store of a URL with this scheme; imported when first asked for.
 _SCHEMES = {
     "django": "celery_idempotent.django.store:open_django",
-    "memory": "celery_idempotent.stores.memory:open_memory",
+    "memory": "celery_idempotent.stores.memory:MemoryStore",
     **dict.fromkeys(_REDIS, "celery_idempotent.stores.redis.store:RedisStore"),
     **{f"hybrid+{scheme}": "celery_idempotent.django.hybrid:open_hybrid" for scheme in _REDIS},
 }
@@ -46,11 +38,7 @@ _memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary(
 
 
 def open_store(url: str) -> Store:
-    """Return a store for ``url``; nothing connects before its first verb.
-
-    Raises:
-        InvalidOption: for a scheme that is not known or a URL that cannot be read.
-    """
+    """Return a store for ``url``; nothing connects before its first verb."""
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in _SCHEMES:
         allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
@@ -58,22 +46,18 @@ def open_store(url: str) -> Store:
         raise InvalidOption(f"the idempotency store's URL {start}: use one of {allowed}")
     module, _, name = _SCHEMES[scheme].partition(":")
     try:
-        found: Callable[[str], Store] = getattr(importlib.import_module(module), name)
+        found: Callable[..., Store] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name != "django":
             raise
         raise InvalidOption(
             "this idempotency store needs the package django: pip install 'celery-idempotent[django]'"
         ) from error
-    return found(url)
+    return found() if scheme == "memory" else found(url)
 
 
 def get_store(app: AnyCelery) -> Store:
-    """Return the app's store, by its settings, which are read once; two apps never share one.
-
-    An app that has none gets the memory of this process where all of it happens there: its runs are eager, or its
-    broker is ``memory://``, as in Celery's fixtures.
-    """
+    """Return the app's store, by its settings, which are read once; two apps never share one."""
     if hasattr(app, "_get_current_object"):
         app = real_app(app)
     store = _stores.get(app) or _store_of(app)
@@ -124,7 +108,13 @@ def _store_of(app: Celery) -> Store | None:
     if setting is None:
         backend: object = app.conf.result_backend
         is_redis = isinstance(backend, str) and backend.partition("://")[0] in _BACKENDS
-        return _from_backend(app) if is_redis else _from_broker(app)
+        try:
+            return _from_backend(app) if is_redis else _from_broker(app)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidOption(
+                f"the app's {'result_backend' if is_redis else 'broker_url'} cannot be set up"
+                f" ({type(error).__name__}): correct its settings, or set idempotency_store"
+            ) from None
     if isinstance(setting, str):
         return open_store(setting)
     if isinstance(setting, Store):
@@ -137,11 +127,10 @@ def _store_of(app: Celery) -> Store | None:
 
 # -- the app's own Redis --
 
-#: The schemes of Celery's own Redis result backends.
-_BACKENDS = {"redis", "rediss", "redis+socket", "socket", "sentinel"}
+#: The schemes of Celery's own backend of one Redis.
+_BACKENDS = {"redis", "rediss", "redis+socket", "socket"}
 
-#: Parameters of Celery's connections that the store's do not share: a pool's, those of ``redis.Redis``, and text where
-#: scripts answer with bytes.
+#: Parameters of Celery's connections that the store's do not share.
 _NOT_SHARED = {"decode_responses", "max_connections", "retry_on_timeout"}
 
 
@@ -149,70 +138,38 @@ def _from_backend(app: Celery) -> Store:
     """Open the Redis of Celery's own result backend, with the same parameters of connections."""
     from celery.app.defaults import DEFAULTS
 
-    try:
-        backend: Any = app.backend
-        given: dict[str, Any] = dict(backend.connparams)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise _unreadable("result_backend", error) from None
+    backend: Any = app.backend
+    given = dict(backend.connparams)
     if app.conf.redis_socket_timeout == DEFAULTS["redis_socket_timeout"]:
         # Two minutes, which nobody chose: a task must not wait for its claim that long.
         given["socket_timeout"] = None
-    hosts = [f"{host['host']}:{host['port']}" for host in given.pop("hosts", ())]
     prefix = backend.task_keyprefix.decode().removesuffix(type(backend).task_keyprefix)
-    return _redis(given, hosts, app.conf.result_backend_transport_options, prefix)
+    return _redis(given, prefix)
 
 
 def _from_broker(app: Celery) -> Store | None:
     """Open the broker if it is one Redis, as kombu reads its URL and settings."""
-    first = _first_broker(app)
-    scheme = first.partition("://")[0]
-    if scheme not in ("redis", "rediss", "sentinel"):
+    if not _first_broker(app).startswith(("redis://", "rediss://")):
         return None
-    try:
-        client: Any = app.connection_for_write()
-        given = {"host": client.hostname, "port": client.port}
-        given |= {"username": client.userid, "password": client.password}
-        given["db"] = int(client.virtual_host.strip("/") or 0)
-    except (TypeError, ValueError) as error:
-        raise _unreadable("broker_url", error) from None
-    if scheme != "sentinel" and len(client.alt) > 1:
+    client: Any = app.connection_for_write()
+    if len(client.alt) > 1:
         raise InvalidOption(
             "broker_url fails over from one server to another, and no records move with it: while the first is down"
             " no task could run. Set idempotency_store to the Redis that keeps the records"
         )
+    given = {"host": client.hostname, "port": client.port}
+    given |= {"username": client.userid, "password": client.password}
+    given["db"] = int(client.virtual_host.strip("/") or 0)
     if client.ssl:
         from redis import SSLConnection
 
         tls = client.ssl if isinstance(client.ssl, Mapping) else {}
         given |= {**tls, "connection_class": SSLConnection}
-    hosts = [urlsplit(each).netloc.rpartition("@")[2] for each in client.alt or [first]]
-    prefix = client.transport_options.get("global_keyprefix", "")
-    return _redis(given, hosts if scheme == "sentinel" else [], client.transport_options, prefix)
+    return _redis(given, client.transport_options.get("global_keyprefix", ""))
 
 
-def _redis(
-    given: Mapping[str, Any], sentinels: list[str], transport: Mapping[str, Any] | None, prefix: str
-) -> Store:
-    """Open the Redis that these parameters of connections lead to, or the master that the Sentinels name."""
+def _redis(given: Mapping[str, Any], prefix: str) -> Store:
     from celery_idempotent.stores.redis.store import RedisStore
 
-    options = {k: v for k, v in given.items() if v not in (None, "") and k not in _NOT_SHARED}
-    url = "redis://"
-    if sentinels:
-        transport = transport or {}
-        if not (master := transport.get("master_name")):
-            raise InvalidOption(
-                "the app's Sentinel has no master_name in its transport options:"
-                " set it there, or set idempotency_store"
-            )
-        url = f"sentinel://{';'.join(sentinels)}/{quote(str(master))}/{options.pop('db', 0)}"
-        options["ssl"] = options.pop("connection_class", None) is not None
-        options["sentinel_kwargs"] = transport.get("sentinel_kwargs")
-    return RedisStore(url, prefix=f"{prefix}idem", options=options)
-
-
-def _unreadable(setting: str, error: Exception) -> InvalidOption:
-    return InvalidOption(
-        f"the app's {setting} cannot be set up ({type(error).__name__}): correct its settings, or set"
-        " idempotency_store"
-    )
+    options = {k: v for k, v in given.items() if v is not None and k not in _NOT_SHARED}
+    return RedisStore("redis://", prefix=f"{prefix}idem", options=options)

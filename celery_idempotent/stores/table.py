@@ -4,13 +4,10 @@ The first rule for the state that a verb finds, and whose condition holds, says 
 Example: a claim that finds a PROCESSING record skips the rule ``"another fingerprint"`` if the fingerprints agree, and
 stops at ``"within its lease"`` if that has not run out: it answers ``held`` and writes nothing.
 
-A store says how it looks (:meth:`.base.Store._at`), and a look how it is written over (:class:`Look`). Where somebody
-else writes between the look and the write, the store begins the verb again::
+Where somebody else writes between the look and the write, the store begins the verb again::
 
     worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
     worker B      look: none ─ decide: claimed ─ write: done
-
-``tests/contract`` asks every store about each cell of the table.
 """
 
 from __future__ import annotations
@@ -62,13 +59,12 @@ def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     return tuple(name for name in fields if name not in left_out)
 
 
-#: What only an unfinished record has.
 _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
 #: What stays of a claim once it is settled; the rest of a settled record comes with the settle.
 OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
-#: What stays of a claim that a sweep ends, or that goes on after that.
+#: What stays of a claim that a sweep ends.
 RUN = _without(WHOLE, "swept")
-#: What stays when an operator says how it goes on: the record gets a new token, which refuses whoever still runs.
+#: What stays when an operator says how it goes on: a new token refuses whoever still runs.
 OPERATED = _without(RUN, "token", "note")
 ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
 #: What stays when a reservation is repeated; its transaction may be committed by now.
@@ -78,12 +74,10 @@ SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 class Rule(NamedTuple):
     """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
 
-    ``when`` names one of the conditions below. ``then`` is the state of what is stored afterwards, ``None`` where
-    nothing is written. ``carried`` are the fields that it has from the record before; all others are as the verb brings
-    them, or empty. Without ``token`` among them it gets a new token, and the verb's fingerprint if the record before
-    had none. Without ``updated_ms`` it has changed now, and without ``deadline_ms`` a deadline counts from now.
-    ``crashes`` and ``attempts`` are added to what is carried. The record lives for as long as the verb asks
-    (``"anew"``), by as much longer as its deadline is away (``"longer"``), or for as long as before.
+    ``then`` is the state of what is stored afterwards, ``None`` where nothing is written. ``carried`` are the fields
+    that it has from the record before; all others are as the verb brings them, or empty: without ``token`` among them
+    it gets a new one, without ``updated_ms`` it has changed now. ``crashes`` and ``attempts`` are added. The record
+    lives for as long as the verb asks (``"anew"``), by as much longer as its deadline is away, or as long as before.
     """
 
     verb: Verb
@@ -214,11 +208,10 @@ class StoredRecord(NamedTuple):
 
 @dataclass(slots=True, repr=False, eq=False)
 class Asked:
-    """What a verb is asked for.
+    """What a verb is asked for, with the ``fields`` that it brings for the record.
 
-    ``fields`` are those that it brings for the record. ``delay_ms`` is the length of the lease, or how far away the
-    deadline is; a release without one gives the key back. ``claim`` is the record that is to be settled: where none is
-    stored any more, its fields are carried over.
+    ``delay_ms`` is the length of the lease, or how far away the deadline is. ``claim`` is the record that is to be
+    settled: where none is stored any more, its fields are carried over.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -235,15 +228,11 @@ class Asked:
 
 def asked_to_settle(request: SettleRequest) -> Asked:
     """Return what a settle asks for."""
-    state = None if request.restore else request.record.state
+    record, restore = request.record, request.restore
+    fields, keep_ms = brought(request), max(request.keep_ms, 1)
+    state = None if restore else record.state
     return Asked(
-        brought(request),
-        b"",
-        keep_ms=max(request.keep_ms, 1),
-        token=request.record.token,
-        state=state,
-        restore=request.restore,
-        claim=request.record,
+        fields, b"", keep_ms=keep_ms, token=record.token, state=state, restore=restore, claim=record
     )
 
 
@@ -264,17 +253,14 @@ def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
     return dict(zip(names, read(request), strict=True))
 
 
-#: Does a condition hold for what is stored (``None``: nothing), what is asked for, and now?
-Holds = Callable[[Any, Asked, int], bool]
-
-
 def _before_deadline(stored: StoredRecord, _: Asked, now_ms: int) -> bool:
     """At the very millisecond of its deadline a lease is over."""
     deadline_ms = stored.record.deadline_ms
     return deadline_ms is not None and deadline_ms > now_ms
 
 
-_CONDITIONS: dict[str, Holds] = {
+#: Does a condition hold for what is stored, what is asked for, and now?
+_CONDITIONS: dict[str, Callable[[Any, Asked, int], bool]] = {
     # One that is ``None`` is equal to any.
     "another fingerprint": lambda s, a, _: (
         len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
@@ -349,7 +335,6 @@ def after(
     return StoredRecord(record, expires_ms, attempt, stored.requeues + requeues)
 
 
-#: The rules of each verb for each state.
 _RULES: dict[tuple[Verb, State | None], list[Rule]] = {}
 for _rule in TABLE:
     for _state in _rule.found:

@@ -200,38 +200,25 @@ class TestApps:
             get_store(app)
         assert "hunter2" not in str(caught.value)
 
-    def test_celerys_sentinel_is_understood(self):
-        store = get_store(
-            new_app(
-                result_backend="sentinel://:pw@a:1/2;sentinel://:pw@b:2/2",
-                result_backend_transport_options={
-                    "master_name": "main",
-                    "sentinel_kwargs": {"password": "spw"},
-                    "global_keyprefix": "shop_",
-                },
-            )
-        )
-        assert store._link.where == "Redis master main of Sentinel at a:1;b:2"
-        assert store.prefix == "shop_idem"
+    @pytest.mark.parametrize("setting", ["result_backend", "broker_url"])
+    def test_sentinels_have_to_be_set(self, setting):
+        settings = {"result_backend": "rpc://", setting: "sentinel://:hunter2@a:1/2"}
+        with pytest.raises(InvalidOption, match="set idempotency_store") as caught:
+            get_store(new_app(**settings))
+        assert "hunter2" not in str(caught.value)
 
-    def test_a_sentinel_without_a_master_is_told_what_to_set(self):
-        with pytest.raises(InvalidOption, match="master_name"):
-            get_store(new_app(broker_url="sentinel://a:1"))
-
-    def test_tls_of_the_backend_holds_for_masters_and_sentinels(self):
-        app = new_app(
-            result_backend="sentinel://:pw@a:1/2",
-            result_backend_transport_options={"master_name": "main"},
-            redis_backend_use_ssl={"ssl_cert_reqs": ssl.CERT_NONE},
-        )
-        pool = get_store(app)._link.pool
+    def test_tls_holds_for_masters_and_sentinels(self):
+        url = "sentinel://:pw@a:1/main/2?ssl=true&ssl_cert_reqs=CERT_NONE&sentinel_password=spw"
+        pool = open_store(url)._link.pool
         (sentinel,) = pool.sentinel_manager.sentinels
         master = pool.connection_class(**pool.connection_kwargs)
         kwargs = sentinel.connection_pool.connection_kwargs
-        for made in (master, sentinel.connection_pool.connection_class(**kwargs)):
+        watcher = sentinel.connection_pool.connection_class(**kwargs)
+        for made in (master, watcher):
             assert isinstance(made, redis.SSLConnection)
             assert made.cert_reqs == ssl.CERT_NONE
-        assert (master.password, master.db) == ("pw", 2)
+            assert made.socket_timeout == 5
+        assert (master.password, master.db, watcher.password) == ("pw", 2, "spw")
 
     @pytest.mark.parametrize("kind", ["result_backend", "broker"])
     def test_the_apps_key_prefix_starts_our_keys(self, kind):

@@ -16,9 +16,8 @@ from celery_idempotent.stores.redis.servers import Link, Reply, exchange, pairs,
 _SUMMARY = b"3999"
 #: How many keys are read at once, or looked for by one step of a scan.
 _STEP = 500
-#: How many names of each index are read at first for a merge of all or of some records, how many more of one that has
-#: more: its share of the newest 50 is two at most, as a rule.
-_ALL, _SOME, _MORE = 2, 16, 64
+#: How many names of each index are read at first, and how many more of one that has more.
+_FIRST, _MORE = 16, 64
 _INDEXES = {State.FAILED: layout.FAILURES, State.INTERRUPTED: layout.INTERRUPTED}
 
 
@@ -35,10 +34,7 @@ class Search:
         self._looked_at = 0
 
     def walk(self, cursor: str, look_at: int) -> Page:
-        """Merge the indexes of all buckets, highest scores first; the cursor is a score, and how many of it were seen.
-
-        The score is a deadline, or when the record expires; those of one millisecond share it.
-        """
+        """Merge the indexes of all buckets, highest scores first; the cursor is a score, and how many had it."""
         wanted = self._selection.wanted
         kinds = [index for state, index in _INDEXES.items() if state in wanted]
         if not wanted <= _INDEXES.keys():
@@ -95,19 +91,15 @@ class Search:
     def _entries(self, kinds: Sequence[bytes], highest: int) -> Iterator[tuple[int, bytes]]:
         """Yield scores and names in all indexes from a score on, 0 for the highest."""
         indexes = [index for kind in kinds for index in self._keys.index(kind)]
-        is_filtered = self._selection != Selection(states=self._selection.states)
-        first = _SOME if is_filtered else _ALL + self._limit // 64
+        start = b"%d" % highest if highest else b"+inf"
+        how = start, b"-inf", b"BYSCORE", b"REV", b"WITHSCORES", b"LIMIT"
 
         def ask(some: Sequence[bytes], at: int, size: int) -> list[Reply]:
-            # By rank from the top on: Redis need not look for the place.
-            how: tuple[bytes, ...] = (b"%d" % at, b"%d" % (at + size - 1), b"REV")
-            if highest:
-                how = b"%d" % highest, b"-inf", b"BYSCORE", b"REV", b"LIMIT", how[0], b"%d" % size
-            asks = [plain(b"ZRANGE", index, *how, b"WITHSCORES") for index in some]
-            return exchange(self._link, asks)
+            place = b"%d" % at, b"%d" % size
+            return exchange(self._link, [plain(b"ZRANGE", index, *how, *place) for index in some])
 
         def entries(index: bytes, told: Reply) -> Iterator[tuple[int, bytes]]:
-            at, size = 0, first
+            at, size = 0, _FIRST
             while True:
                 found = pairs(told)
                 yield from (
@@ -118,7 +110,7 @@ class Search:
                 at, size = at + size, _MORE
                 (told,) = ask([index], at, size)
 
-        told = zip(indexes, ask(indexes, 0, first), strict=True)
+        told = zip(indexes, ask(indexes, 0, _FIRST), strict=True)
         return heapq.merge(*(entries(*each) for each in told if each[1]), key=lambda e: -e[0])
 
     def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
@@ -138,9 +130,5 @@ class Search:
         return name.endswith(self._ends) and self._selection.names(self._keys.identity(name))
 
     def _page(self, kind: str = "", *place: int) -> Page:
-        return Page(
-            records=tuple(self._found),
-            cursor=write_cursor(kind, *place),
-            looked_at=self._looked_at,
-            now_ms=self._now_ms,
-        )
+        records, cursor = tuple(self._found), write_cursor(kind, *place)
+        return Page(records=records, cursor=cursor, looked_at=self._looked_at, now_ms=self._now_ms)

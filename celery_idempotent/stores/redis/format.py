@@ -9,10 +9,10 @@
     idem:{0}!counts:484722                      hash: how often which outcome of which task in that hour since the epoch
     idem:{0}!swept                              when the last sweep ended, ms since the epoch
 
-The bucket number in braces is the Cluster hash tag: all that a script touches lies in one slot. Redis takes the first
-braces of a name, hence the prefix may have none.
+The bucket number in braces is the Cluster hash tag, the first braces of a name: all that a script touches lies in one
+slot.
 
-A record is a head of 83 bytes that scripts read, a line of JSON, then the value::
+A record is a head of 83 bytes that scripts read, a line of JSON, then the value. Numbers are big-endian::
 
     1      state: C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
     2      version of this format
@@ -23,8 +23,6 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
     40     id of the write, random: two writes never have the same head
     44     id of the attempt ·  52 fingerprint ·  68 task id, if it is a UUID; zeros for none of these
     84     JSON object of whatever else is not as usual, or nothing · newline · the value
-
-Numbers are big-endian. Usually a COMPLETED record has no JSON, and a PROCESSING one only its worker.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ from celery_idempotent.stores.table import StoredRecord
 BUCKETS = 256
 #: Who has the largest token of a bucket as score among its leases.
 MARK = b"!"
-#: What the names of a bucket's indexes end with.
 LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
 
 
@@ -60,10 +57,8 @@ class Keyspace:
                 f"the key prefix {prefix!r} cannot be used: give at least one character"
                 " and no braces, which mark the Redis Cluster hash tag"
             )
-        self.prefix = prefix
         self._start = prefix.encode()
         self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
-        #: When the last sweep ended.
         self.swept = self._heads[0] + b"!swept"
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
         #: The pattern by which ``SCAN`` finds all records and no index.
@@ -102,7 +97,7 @@ def _unescape(part: str) -> str:
 
 
 _FRONT, HEAD = Struct(">cBQQHHQQ"), Struct(">cBQQHHQQB4s8s16s16s")
-#: No byte that a record of the first layout, with its flags here, could have.
+#: No byte that a record of the first layout could have here.
 VERSION = 0xA1
 #: Packs a token into what the record of its claim begins with while it runs.
 pack_own = functools.partial(Struct(">cBQ").pack, b"P", VERSION)

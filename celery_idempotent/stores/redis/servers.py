@@ -1,4 +1,4 @@
-"""The way to the servers: redis-py's connections to a single one, redis-py's client of a Cluster; scripts, errors."""
+"""The way to the servers: redis-py's connections, or its client of a Cluster; scripts, errors, URLs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from redis import exceptions
-from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+import redis
+from redis import ConnectionPool, RedisCluster, exceptions
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.cluster import ClusterNode
+from redis.connection import parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores.base import ServerFacts
-
-if TYPE_CHECKING:
-    from redis.cluster import RedisCluster
 
 #: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``.
 Reply: TypeAlias = Any
@@ -72,12 +75,10 @@ _MAX_IDLE = 64
 
 
 class Server:
-    """One server, by redis-py's connections without its pool: the last one in is the first one out.
+    """One server, by redis-py's connections without its pool, whose checks and locks take longer than a verb.
 
-    The pool asks the socket before each command whether it is still alive, takes locks and keeps metrics: more than
-    half of a verb's time. Here a dead connection is found by using it. And one that did not finish its exchange is
-    closed, for an exception out of a signal handler may strike between any two instructions, and the next verb would
-    read the answer to this one.
+    A dead connection is found by using it. One that did not finish its exchange is closed: an exception out of a signal
+    handler may strike between any two instructions, and the next verb would read the answer to this one.
     """
 
     def __init__(self, pool: ConnectionPool, where: str) -> None:
@@ -94,8 +95,7 @@ class Server:
         except exceptions.ConnectionError as error:
             if isinstance(error, _LOGIN_ERRORS):
                 raise
-            # It had closed an idle connection, is no longer the master, or is not there. Every verb may be sent twice:
-            # a claim names its attempt, a swap its write, and all others a token.
+            # It had closed an idle connection, is no longer the master, or is not there. Every verb may be sent twice.
             self.close()
             return self._exchange(self._connect(), packed, len(commands))
 
@@ -122,8 +122,7 @@ class Server:
 
     def _take(self) -> Any:
         if self._pid != os.getpid():
-            # After a fork these are copies of the parent's. redis-py closes them without shutting down the connection,
-            # which stays the parent's.
+            # After a fork these are copies of the parent's, which redis-py closes without shutting them down.
             self._idle, self._pid = [], os.getpid()
         try:
             return self._idle.pop()
@@ -146,7 +145,7 @@ class Server:
                 self._idle.pop().disconnect()
 
 
-#: The start of a word of n bytes, ready made: formatting it takes longer than all the rest.
+#: The start of a word of n bytes: formatting it takes longer than all the rest.
 _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(1024)])
 
 
@@ -160,7 +159,7 @@ def _packed(command: Command) -> bytes:
     return b"*%d%b\r\n" % (len(words), b"".join(parts))
 
 
-#: With one of these arguments a connection may lead elsewhere, log in otherwise, or write other bytes.
+#: With one of these arguments a connection may lead elsewhere or log in otherwise.
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
 #: Those that say where it leads and who logs in, and what stands for none.
 _TELLING = {"path": "", "host": "localhost", "port": 6379, "db": 0, "username": "", "password": ""}
@@ -169,7 +168,7 @@ _TELLING |= {"ssl_certfile": "", "ssl_keyfile": "", "encoding": "utf-8"}
 
 def is_one_database(*pools: ConnectionPool) -> bool:
     """Do all these connections surely lead to the same database of the same server, with the same login?"""
-    plain_kinds = (Connection, SSLConnection, UnixDomainSocketConnection)
+    plain_kinds = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
     told = set()
     for pool in pools:
         given = pool.connection_kwargs
@@ -184,7 +183,7 @@ def is_one_database(*pools: ConnectionPool) -> bool:
 
 
 class Cluster:
-    """All nodes of a Cluster, by redis-py's client, which connects when it is made: at the first command."""
+    """All nodes of a Cluster, by redis-py's client, which connects when it is made."""
 
     def __init__(self, connect: Callable[[], RedisCluster], where: str) -> None:
         self.where = where
@@ -318,3 +317,117 @@ def facts_of(link: Link, node: Any) -> ServerFacts:
             persistent = any(value for _, value in pairs(saves)) if saves else None
     eviction = said.get("maxmemory_policy", "unknown")
     return ServerFacts(kind=kind, version=version, eviction=eviction, persistent=persistent)
+
+
+# -- URLs --------------------------------------------------------------------------------------------------------------
+
+#: A task that fails can be tried again, one that hangs cannot. A URL's query may set other timeouts.
+_DEFAULTS = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
+
+
+def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
+    """Return the link that ``url`` describes, not yet connected, and the prefix it names.
+
+    ::
+
+        redis://:secret@cache:6379/1?prefix=shop      one server; keys begin with "shop"; rediss:// and unix:// likewise
+        redis+cluster://node1:7000,node2:7000         a Cluster, found by any node that answers
+        sentinel://s1:26379;s2:26379/mymaster/1       whichever server the Sentinels call the master now
+
+    redis-py reads the rest, its query included, which wins over ``options``, further arguments of its connections.
+    """
+    address, _, text = url.partition("?")
+    scheme = address.partition("://")[0]
+    query = dict(parse_qsl(text, keep_blank_values=True))
+    prefix = query.pop("prefix", "idem")
+    query.pop("decode_responses", None)
+    if "ssl_cert_reqs" in query:  # CERT_NONE, as Celery writes it
+        query["ssl_cert_reqs"] = query["ssl_cert_reqs"].removeprefix("CERT_").lower()
+    try:
+        if scheme == "sentinel":
+            return _sentinel(address, query, options), prefix
+        if scheme.endswith("+cluster"):
+            return _cluster(address, query, options), prefix
+        pool = ConnectionPool(**_arguments(address, query, options))
+    except (TypeError, exceptions.RedisError) as error:
+        raise InvalidOption(
+            f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
+        ) from error
+    except ValueError:
+        # Shows nothing of the URL: an unquoted '#' or '/' in a password makes the rest of it look like a port.
+        raise InvalidOption(
+            f"the idempotency store's {scheme}:// URL cannot be read: check hosts, ports, database (a Cluster has only"
+            " number 0) and master name, and percent-encode special characters in the password"
+        ) from None
+    given = pool.connection_kwargs
+    where = given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
+    return Server(pool, f"Redis at {where}"), prefix
+
+
+def _cluster(address: str, query: Mapping[str, str], options: Mapping[str, Any]) -> Link:
+    scheme, user, hosts, path = _parts(address)
+    given = _shared(_arguments(f"{scheme}://{user}{hosts[0]}{path}", query, options))
+    if given.pop("db", 0):
+        raise ValueError
+    nodes = [ClusterNode(*_host_and_port(host, 6379)) for host in hosts]  # type: ignore[no-untyped-call]
+    # Follows a Cluster's changes for about half a second; a failover takes longer, and is left to the caller.
+    retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 5)
+    connect = partial(RedisCluster, startup_nodes=nodes, retry=retry, **given)
+    return Cluster(connect, f"Redis Cluster at {','.join(hosts)}")
+
+
+def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+    _, user, hosts, path = _parts(address)
+    name, _, db = path.strip("/").partition("/")
+    if not name:
+        raise ValueError
+    scheme = "rediss" if query.pop("ssl", "").lower() in {"1", "true", "yes"} else "redis"
+    names = [each for each in query if each.startswith("sentinel_")]
+    own = {each.removeprefix("sentinel_"): query.pop(each) for each in names}
+    masters = _shared(_arguments(f"{scheme}://{user}localhost/{db}", query, options))
+    # With the timeouts and certificates of the masters, but a user and a password of their own.
+    shared = {k: v for k, v in masters.items() if k.startswith(("socket_", "ssl_"))}
+    watchers = _shared(_arguments(f"{scheme}://localhost", own, shared))
+    # A Sentinel that is down is not tried again: there are others.
+    watchers["retry"] = Retry(NoBackoff(), 0)
+    addresses = [_host_and_port(host, 26379) for host in hosts]
+    sentinels = Sentinel(addresses, sentinel_kwargs=watchers)  # type: ignore[no-untyped-call]
+    pool = SentinelConnectionPool(name, sentinels, **masters)  # type: ignore[no-untyped-call]
+    return Server(pool, f"Redis master {name} of Sentinel at {';'.join(hosts)}")
+
+
+def _arguments(
+    address: str, query: Mapping[str, str], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what redis-py reads in a URL, as arguments of a pool."""
+    url = f"{address}?{urlencode(query)}"
+    given: dict[str, Any] = {**_DEFAULTS, **options, **parse_url(url)}  # type: ignore[no-untyped-call]
+    pool = ConnectionPool(**given)
+    # Connects to nothing, but refuses unknown options.
+    pool.connection_class(**pool.connection_kwargs)
+    return given
+
+
+def _shared(given: dict[str, Any]) -> dict[str, Any]:
+    """Return them as arguments of redis-py's other clients, which have hosts of their own."""
+    kind = given.pop("connection_class", None)
+    given = {name: value for name, value in given.items() if name not in ("host", "port")}
+    return given | ({"ssl": True} if kind is redis.SSLConnection else {})
+
+
+def _parts(address: str) -> tuple[str, str, list[str], str]:
+    """Split ``scheme://user:password@host;host/path``; user and path keep their ``@`` and ``/``."""
+    scheme, _, rest = address.partition("://")
+    authority, slash, path = rest.partition("/")
+    user, at, hosts = authority.rpartition("@")
+    found = [host for host in hosts.replace(";", ",").split(",") if host]
+    if not found:
+        raise ValueError
+    return scheme.partition("+")[0], user + at, found, slash + path
+
+
+def _host_and_port(host: str, default_port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{host}")
+    if not parts.hostname:
+        raise ValueError
+    return parts.hostname, parts.port or default_port

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from struct import Struct
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
@@ -24,23 +24,13 @@ from celery_idempotent.records import (
     State,
     Stats,
 )
+from celery_idempotent.stores import table
 from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, ServerFacts, Store, Taken
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
 from celery_idempotent.stores.redis.browse import Search
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs, plain
-from celery_idempotent.stores.redis.urls import link_and_prefix
-from celery_idempotent.stores.table import (
-    INTERRUPTED,
-    OUTCOME,
-    PROCESSING,
-    QUEUED,
-    Asked,
-    Look,
-    StoredRecord,
-    Verb,
-    brought,
-)
+from celery_idempotent.stores.table import Asked, Look, StoredRecord, Verb, brought
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -53,16 +43,16 @@ T = TypeVar("T")
 _STAMP = Struct(">QQ")
 #: Members of an Enum take Python 3.11 0.2 µs to look up.
 _SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
-_FAILED, _LOST = State.FAILED, SettledWith.LOST
+_QUEUED, _PROCESSING, _FAILED = State.QUEUED, State.PROCESSING, State.FAILED
+_LOST = SettledWith.LOST
 #: What a settle carries over, but for what its script copies.
-_CARRIED = tuple(
-    name for name in OUTCOME if name not in ("token", "created_ms", "crashes", "attempts")
-)
+_COPIED = ("token", "created_ms", "crashes", "attempts")
+_CARRIED = tuple(name for name in table.OUTCOME if name not in _COPIED)
 _carried_by = attrgetter(*_CARRIED)
 _CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
 #: Which of swap's keys indexes the records of a state.
 _IN_LEASES = b"2"
-_INDEX = {PROCESSING: _IN_LEASES, QUEUED: _IN_LEASES, State.FAILED: b"3", INTERRUPTED: b"4"}
+_INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.INTERRUPTED: b"4"}
 #: How many records one trip of a sweep reads or writes.
 _PER_TRIP = 250
 
@@ -70,11 +60,8 @@ _PER_TRIP = 250
 class RedisStore(Store):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
-    ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
-    ``redis+cluster://h1:p1,h2:p2``, with redis-py's options and ``prefix`` in its query; ``prefix``
-    and ``options`` (arguments of redis-py's connections) may also be given apart. Nothing connects
-    before the first verb. Safe to share between threads and greenlets and to take along over a
-    fork.
+    ``url`` is as for :func:`.servers.link_and_prefix`. Nothing connects before the first verb. Safe to share between
+    threads and greenlets and to take along over a fork.
     """
 
     supports_counting = True
@@ -88,31 +75,23 @@ class RedisStore(Store):
         prefix: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        self._link, named = link_and_prefix(url, options or {})
-        self._keys = layout.Keyspace(named if prefix is None else prefix)
+        self._link, named = servers.link_and_prefix(url, options or {})
+        self.prefix = named if prefix is None else prefix
+        self._keys = layout.Keyspace(self.prefix)
 
     def __repr__(self) -> str:
         return f"<RedisStore: {self._link.where}, prefix {self.prefix}>"
-
-    @property
-    def prefix(self) -> str:
-        """What all our keys in Redis start with."""
-        return self._keys.prefix
 
     # -- the verbs of a run --
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
-        state, attempts = (PROCESSING, 1) if verb == "claim" else (QUEUED, 0)
+        state, attempts = (_PROCESSING, 1) if verb == "claim" else (_QUEUED, 0)
         lease_ms = asked.delay_ms or 0
         tail = layout.pack_tail(asked.fields, attempt=asked.attempt or b"")
-        args = (
-            b"%d" % lease_ms,
-            b"%d" % (lease_ms + asked.keep_ms),
-            layout.STARTS[state],
-            b"%d" % attempts,
-        )
-        call = _CLAIM.call(self._keys.of_record(identity)[:2], *args, tail)
+        times = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms)
+        keys = self._keys.of_record(identity)[:2]
+        call = _CLAIM.call(keys, *times, layout.STARTS[state], b"%d" % attempts, tail)
         (found,) = exchange(self._link, (call,))
         if not isinstance(found, bytes):
             return self._at(identity, lambda look: self._take(verb, look, asked), found)
@@ -131,16 +110,12 @@ class RedisStore(Store):
         return self._settle(request) is not _LOST
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:
-        """Write the end state and the result in one script.
-
-        A server may refuse scripts with two unrelated keys: what looks like one server may be a cluster, or a proxy.
-        Then it is not asked again.
-        """
         if not self._takes_results:
             return self._settle(request)
         try:
             return self._settle(request, result)
         except StoreMisconfigured as refused:
+            # What looks like one server may be a cluster, or a proxy, which take no scripts with two unrelated keys.
             done = self._settle(request)
             self._takes_results = False
             logger.warning("idempotency: results are stored apart from records: %s", refused)
@@ -148,7 +123,7 @@ class RedisStore(Store):
 
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
         record = request.record
-        if record.state is PROCESSING and request.restore and not request.note:
+        if record.state is _PROCESSING and request.restore and not request.note:
             fields = brought(request)
             fields.update(zip(_CARRIED, _carried_by(record), strict=True))
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
@@ -170,11 +145,8 @@ class RedisStore(Store):
         # Who overrides settle() does something in it that a settle with the result would leave out.
         overridden = type(self).settle is not RedisStore.settle or "settle" in vars(self)
         link = self._link
-        return (
-            not overridden
-            and isinstance(link, servers.Server)
-            and servers.is_one_database(link.pool, pool)
-        )
+        is_one = isinstance(link, servers.Server) and servers.is_one_database(link.pool, pool)
+        return is_one and not overridden
 
     def write_result(self, result: ResultWrite) -> bool:
         if not self._takes_results:
@@ -186,9 +158,8 @@ class RedisStore(Store):
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
-        (found,) = self._exchange(
-            _END.call(self._keys.of_record(identity)[:2], layout.pack_own(token))
-        )
+        keys = self._keys.of_record(identity)[:2]
+        (found,) = self._exchange(_END.call(keys, layout.pack_own(token)))
         if isinstance(found, bytes):
             return True
         asked = Asked({"note": note}, token=token, delay_ms=requeue_ms)
@@ -252,11 +223,8 @@ class RedisStore(Store):
         return pruned
 
     def _due_in(self, kind: bytes, limit: int) -> list[tuple[bytes, bytes, int]]:
-        """Return index, name and score of up to ``limit`` entries whose time has come, of each index in its order.
-
-        Round by round all buckets give a few: one that a client filled on purpose keeps no other one waiting. The
-        rounds start anywhere, so that a limit never starves the same buckets.
-        """
+        """Return index, name and score of up to ``limit`` entries whose time has come, of each index in its order."""
+        # All buckets give a few, round by round from anywhere: a full one starves no other.
         start, now = random.randrange(layout.BUCKETS), b"%d" % self.now_ms()
         indexes = self._keys.index(kind)
         indexes = indexes[start:] + indexes[:start]
@@ -283,25 +251,19 @@ class RedisStore(Store):
         at_ms, keys = self.now_ms(), self._keys
         now, later = b"%d" % at_ms, b"(%d" % at_ms
         # The score of a mark, in microseconds, is beyond any deadline.
-        bounds = (
-            (layout.LEASES, b"-inf", now),
-            (layout.LEASES, later, b"(1e14"),
-            (layout.INTERRUPTED, later, b"+inf"),
-            (layout.FAILURES, later, b"+inf"),
-        )
-        counts = [plain(b"ZCOUNT", i, *ends) for kind, *ends in bounds for i in keys.index(kind)]
-        swept, *answers = self._exchange(plain(b"GET", keys.swept), *counts)
-        stale, live, interrupted, failed = (
-            sum(answers[at : at + layout.BUCKETS]) for at in range(0, len(answers), layout.BUCKETS)
-        )
-        return Stats(
-            live=live,
-            stale=stale,
-            interrupted=interrupted,
-            failed=failed,
-            now_ms=at_ms,
-            swept_ms=None if swept is None else int(swept),
-        )
+        bounds = {
+            "stale": (layout.LEASES, b"-inf", now),
+            "live": (layout.LEASES, later, b"(1e14"),
+            "interrupted": (layout.INTERRUPTED, later, b"+inf"),
+            "failed": (layout.FAILURES, later, b"+inf"),
+        }
+        sums: dict[str, Any] = {}
+        for name, (kind, *ends) in bounds.items():
+            sums[name] = sum(
+                self._exchange(*[plain(b"ZCOUNT", i, *ends) for i in keys.index(kind)])
+            )
+        (swept,) = self._exchange(plain(b"GET", keys.swept))
+        return Stats(now_ms=at_ms, swept_ms=None if swept is None else int(swept), **sums)
 
     def note_sweep(self) -> None:
         self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
@@ -333,12 +295,10 @@ class RedisStore(Store):
         return [servers.facts_of(self._link, node) for node in self._link.nodes()]
 
     def missing_rights(self) -> Sequence[str]:
-        """Return the commands that a worker needs and this user may not run; Redis 6 cannot be asked."""
-        # In a Cluster each server has its own users: some buckets of most of them.
-        rights = [
-            servers.SCRIPTS["rights"].call((key,)) for key in self._keys.index(layout.LEASES)[::8]
-        ]
-        return sorted({each.decode() for missing in self._exchange(*rights) for each in missing})
+        # Redis 6 cannot be asked. In a Cluster each server has its own users: some buckets of most of them.
+        names = self._keys.index(layout.LEASES)[::8]
+        missing = self._exchange(*[servers.SCRIPTS["rights"].call((name,)) for name in names])
+        return sorted({each.decode() for some in missing for each in some})
 
     def close(self) -> None:
         self._link.close()
@@ -373,31 +333,26 @@ class RedisLook(Look):
         score = after.expires_ms if record.deadline_ms is None else record.deadline_ms
         # A lost record left its entry behind.
         leaves = _IN_LEASES if before is None else _INDEX.get(before.record.state, b"")
-        packed = layout.pack(after, os.urandom(4))
-        self._swap(packed, life, token, _INDEX.get(record.state, b""), score, leaves)
+        packed, enters = layout.pack(after, os.urandom(4)), _INDEX.get(record.state, b"")
+        self._swap(packed, enters, score, leaves, life, token)
 
     def remove(self, *, forget: bool) -> None:  # noqa: ARG002
         assert self.stored is not None
-        self._swap(b"", leaves=_INDEX.get(self.stored.record.state, b""))
+        self._swap(b"", b"", 0, _INDEX.get(self.stored.record.state, b""))
 
     def mend(self) -> Command:
         """Take a record that no sweep has to look at out of the index of leases, or put it where it belongs."""
         record = self.stored and self.stored.record
         if record and record.deadline_ms and record.deadline_ms > self.now_us // 1000:
-            return self._swap(self._packed, enters=_IN_LEASES, score=record.deadline_ms)
-        return self._swap(self._packed, leaves=_IN_LEASES)
+            return self._swap(self._packed, _IN_LEASES, record.deadline_ms, b"")
+        return self._swap(self._packed, b"", 0, _IN_LEASES)
 
     def _swap(
-        self,
-        packed: bytes,
-        life: bytes = b"",
-        token: bytes = b"",
-        enters: bytes = b"",
-        score: int = 0,
-        leaves: bytes = b"",
+        self, packed: bytes, enters: bytes, score: int, leaves: bytes, *anew: bytes
     ) -> Command:
-        if leaves == enters:
-            leaves = b""
-        args = self._packed[: layout.HEAD.size], packed, life, token, enters, b"%d" % score, leaves
+        life, token = anew or (b"", b"")
+        leaves = leaves if leaves != enters else b""
+        head = self._packed[: layout.HEAD.size]
+        args = head, packed, life, token, enters, b"%d" % score, leaves
         self.swap = _SWAP.call(self._keys, *args)
         return self.swap
