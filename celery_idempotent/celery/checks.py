@@ -89,7 +89,7 @@ _TEXTS: Final = {
     ),
     "W024": (
         "django-tenants is installed, and a key of these tasks is one key for all tenants: {tasks}.",
-        "Set idempotency_scope so that it names the tenant, as docs/tenants.md says.",
+        "Set idempotency_scope so that it names the tenant, as docs/recipes.md says.",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What docs/brokers.md says to set is taken."""
+"""What docs/running.md says to set is taken."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.support.pages import load
 @pytest.mark.parametrize("title", ["rabbitmq", "sqs", "sentinel", "cluster", "tls"])
 def test_the_settings_of_the_brokers_page_are_taken(title: str) -> None:
     app = Celery(set_as_current=False)
-    load(app, "brokers", title, {})
+    load(app, "running", title, {})
     open_store(app.conf.idempotency_store).close()
     app.close()

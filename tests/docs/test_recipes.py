@@ -167,7 +167,7 @@ class TestTwoProviders:
 
 class TestObserve:
     def test_the_settings_of_the_page_make_every_task_observe(self, request: pytest.FixtureRequest):
-        module = load(Celery(set_as_current=False), "observing", "observe", {"Celery": own_celery})
+        module = load(Celery(set_as_current=False), "deploying", "observe", {"Celery": own_celery})
         app: Celery = module.app
         request.addfinalizer(app.close)
 
@@ -183,7 +183,7 @@ class TestObserve:
         app = own_celery("observed", broker="memory://", backend="cache+memory://")
         request.addfinalizer(app.close)
         app.task(name="shop.charge", base=IdempotentTask, shared=False)(_nothing)
-        load(app, "observing", "sweep on a queue of its own", {})
+        load(app, "deploying", "sweep on a queue of its own", {})
         app.finalize()
         scheduler: Any = Scheduler(app)
         scheduler.setup_schedule()
@@ -205,7 +205,7 @@ class TestObserve:
         task: Any = app.tasks["shop.charge"]
         for _ in range(2):
             task.apply(("order-17",), task_id="5d1c", idempotency_key="order-17")
-        (told,) = re.findall(r"^ *(idempotency: observed: .*)$", page("observing"), re.MULTILINE)
+        (told,) = re.findall(r"^ *(idempotency: observed: .*)$", page("deploying"), re.MULTILINE)
         assert shape(told) == next(shape(line) for line in caplog.messages)
 
 
@@ -238,7 +238,7 @@ def test_every_example_of_the_pages_is_run():
             "bulk mail",
             "slot",
         ],
-        "observing": ["observe", "sweep on a queue of its own"],
+        "deploying": ["observe", "sweep on a queue of its own", "test_keys.py"],
     }
     for name, wanted in titles.items():
         found = re.findall(r"^ *```python\n *# (.*)$", page(name), flags=re.MULTILINE)

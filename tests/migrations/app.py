@@ -43,7 +43,7 @@ def make_app(settings: Mapping[str, Any]) -> Celery:
     }
     for page in PAGES:
         for title in ("before", "after"):
-            load(app, f"migrating/{page}", title, given)
+            load(app, "migrating", f"{page} {title}", given)
     app.task(name="fence", base=Task, shared=False)(fence)
     return app
 

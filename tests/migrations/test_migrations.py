@@ -23,16 +23,16 @@ class Library:
 
 LIBRARIES = {
     "celery-once": Library(
-        before="celery_once_before.report", after="celery_once_after.report", beside=True
+        before="migrating_celery_once_before.report", after="migrating_celery_once_after.report", beside=True
     ),
     "celery-singleton": Library(
-        before="celery_singleton_before.sync", after="celery_singleton_after.sync"
+        before="migrating_celery_singleton_before.sync", after="migrating_celery_singleton_after.sync"
     ),
     "celery-heimdall": Library(
-        before="celery_heimdall_before.report", after="celery_heimdall_after.report", beside=True
+        before="migrating_celery_heimdall_before.report", after="migrating_celery_heimdall_after.report", beside=True
     ),
     "redis-lock": Library(
-        before="redis_lock_before.sync", after="redis_lock_after.sync", drops=True
+        before="migrating_redis_lock_before.sync", after="migrating_redis_lock_after.sync", drops=True
     ),
 }
 ONCE, SINGLETON, HEIMDALL, _ = LIBRARIES.values()
@@ -156,7 +156,7 @@ def test_a_retry_keeps_its_key(shop: Shop, key: str):
 
 
 def test_a_key_is_remembered_after_the_end(shop: Shop, key: str):
-    name = "celery_heimdall_after.remind"
+    name = "migrating_celery_heimdall_after.remind"
     first = shop.task(name).delay(key)
     value = first.get(timeout=PATIENCE)
     again = shop.task(name).delay(key)

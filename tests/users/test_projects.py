@@ -95,7 +95,7 @@ def test_on_rabbitmq_what_a_lost_worker_had_is_charged_once(
 ) -> None:
     newcomer = begin(
         "quickstart",
-        "brokers",
+        "running",
         **{
             "amqp://user:password@rabbit.internal//": rabbitmq.url,
             "redis://redis.internal:6379/1": private_redis.url(1),

@@ -273,10 +273,11 @@ _TRANSIENT = re.compile(
 
 def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
     """Return the store's error for one of redis-py: StoreUnavailable if another try may help."""
-    # Of a Cluster: what a node refused when it was asked for the slots.
-    cause = error.__cause__ if isinstance(error, exceptions.RedisClusterException) else None
+    cause: BaseException | None = error
+    while isinstance(cause, exceptions.RedisClusterException):
+        cause = cause.__cause__ or cause.__context__
     if isinstance(cause, (exceptions.ResponseError, *_LOGIN_ERRORS)):
-        error = cause
+        error = cause  # of a Cluster: what a node refused when it was asked for the slots
     text = str(error).rstrip(".")
     if isinstance(error, _LOGIN_ERRORS):
         return StoreMisconfigured(f"{where} refused us: {text}. Check user and password.")
