@@ -23,16 +23,23 @@ class Library:
 
 LIBRARIES = {
     "celery-once": Library(
-        before="migrating_celery_once_before.report", after="migrating_celery_once_after.report", beside=True
+        before="migrating_celery_once_before.report",
+        after="migrating_celery_once_after.report",
+        beside=True,
     ),
     "celery-singleton": Library(
-        before="migrating_celery_singleton_before.sync", after="migrating_celery_singleton_after.sync"
+        before="migrating_celery_singleton_before.sync",
+        after="migrating_celery_singleton_after.sync",
     ),
     "celery-heimdall": Library(
-        before="migrating_celery_heimdall_before.report", after="migrating_celery_heimdall_after.report", beside=True
+        before="migrating_celery_heimdall_before.report",
+        after="migrating_celery_heimdall_after.report",
+        beside=True,
     ),
     "redis-lock": Library(
-        before="migrating_redis_lock_before.sync", after="migrating_redis_lock_after.sync", drops=True
+        before="migrating_redis_lock_before.sync",
+        after="migrating_redis_lock_after.sync",
+        drops=True,
     ),
 }
 ONCE, SINGLETON, HEIMDALL, _ = LIBRARIES.values()
