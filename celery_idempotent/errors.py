@@ -7,22 +7,6 @@ or results.
 
 from __future__ import annotations
 
-__all__ = [
-    "FailedByOperator",
-    "FingerprintMismatch",
-    "IdempotencyError",
-    "InProgress",
-    "InvalidKey",
-    "InvalidOption",
-    "KeyMissing",
-    "LeaseLost",
-    "ProcessingTimedOut",
-    "ResultUnavailable",
-    "StoreMisconfigured",
-    "StoreUnavailable",
-    "TooManyCrashes",
-]
-
 
 class IdempotencyError(Exception):
     """An idempotent task could not be handled."""
@@ -100,5 +84,5 @@ class StoreMisconfigured(IdempotencyError):
     """The idempotency store cannot be used as it is set up."""
 
 
-#: The two ways in which a verb of a store fails.
+# The two ways in which a verb of a store fails.
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)

@@ -5,12 +5,7 @@ becomes of the message (it comes back in 3 s, the task fails) is logged by the c
 
 A report costs a run less than a microsecond and no round trip: counts are added up in each process and written by the
 heartbeat's thread, kept by the hour, and the event is made only if a receiver or the log wants it. A process that ends
-writes what it counted; one that is killed takes it along: these are figures for charts, not for the books. One report
-of a duplicate, for example, is::
-
-    report(replayed, …) ─┬─ counter   "shop.charge", "replayed": + 1; the heartbeat writes it to the store
-                         ├─ log       INFO idempotency: shop.charge[4ce1] gets the stored result of …
-                         └─ signal    celery_idempotent.signals.replayed, with an Event
+writes what it counted; one that is killed takes it along: these are figures for charts, not for the books.
 """
 
 from __future__ import annotations
@@ -89,13 +84,10 @@ class Counters:
             self.write()
 
     def write(self) -> None:
-        """Write what was counted, now; what a store does not take is kept for the next time.
-
-        Any thread may: each takes what it writes out of the counters first. A thread that counts meanwhile adds to a
-        new counter, or adds the last count to this one. A lock would stay locked if a time limit struck its owner.
-        """
+        """Write what was counted, now, from any thread; what a store does not take is kept for the next time."""
         self._written = time.monotonic()
         for store in list(self.counts):
+            # Another thread counts on in a new counter. A lock would stay locked if a time limit struck its owner.
             counts = self.counts.pop(store, None)
             if not counts:
                 continue

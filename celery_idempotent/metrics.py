@@ -50,24 +50,18 @@ logger = logging.getLogger(__name__)
 
 #: Of what the store takes, and of waits for another run, in seconds.
 BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
-
 #: How long a scrape waits for the store, in seconds: less than Prometheus waits for the scrape.
 ANSWER_WITHIN: Final = 2.0
-
-#: prometheus_client shares metrics between processes through files in this directory.
-MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @cache
 def _count_outcomes(registry: CollectorRegistry) -> None:
-    """Count and time events into a registry, once, however often it is asked for."""
+    """Count and time events into a registry; asked again, nothing more."""
     counter = Counter(
         "celery_idempotency_outcomes",
-        "Outcomes: what became of a task, a request or a record, the state that was written, and the class of the"
-        " error, if there are any. observed=true: what would have happened, in mode observe.",
+        "What became of a task, a request or a record. observed=true: what would have happened, in mode observe.",
         ("task", "outcome", "state", "error", "observed"),
         registry=registry,
     )
@@ -138,27 +132,23 @@ class StoreCollector(Collector):
         yield up
         yield from gauges
 
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Name nothing: to register a collector must not ask the store."""
+        return iter(())
+
     def _ask_store(self) -> None:
         try:
             self._gauges = list(self._ask())
         except IdempotencyError as error:
             logger.warning("idempotency: metrics without those of the store: %s", error)
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Name nothing: to register a collector must not ask the store."""
-        return iter(())
-
     def _ask(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges of the store, by two questions: counts with the last sweep, and the first stale leases.
-
-        Ages are by the store's clock, on both sides: this machine's may differ by more than what an alert waits for.
-        """
+        """Yield the gauges of the store, by two questions; ages are by its clock, not by this machine's."""
         store = get_store(self._app)
         stats = store.stats()
         records = GaugeMetricFamily(
             "celery_idempotency_records",
-            "Records by state; live and stale ones are PROCESSING or QUEUED. Completed ones are not counted, since no"
-            " store counts them without reading them all.",
+            "Unfinished and failed records; live and stale ones are PROCESSING or QUEUED.",
             labels=["state"],
         )
         for state in ("live", "stale", "interrupted", "failed"):
@@ -184,9 +174,8 @@ def install(
 ) -> None:
     """Count outcomes in this process and those that it forks; call it where the app is made.
 
-    ``port``: each worker of the app serves its metrics there, with those of :class:`StoreCollector`. Without it nothing
-    is served: expose ``registry`` as you do already, and register a ``StoreCollector(app)`` in one place.
-    A prefork worker needs the environment variable ``PROMETHEUS_MULTIPROC_DIR``, set before it starts.
+    ``port``: each worker of the app serves its metrics there, with those of :class:`StoreCollector`; a prefork worker
+    needs ``PROMETHEUS_MULTIPROC_DIR``. Without a port, expose ``registry``, and register a ``StoreCollector(app)``.
     """
     _count_outcomes(registry)
     if port is not None:
@@ -201,15 +190,14 @@ def _serve(
     if sender.app is not app:
         return
     shown = CollectorRegistry()
-    if os.environ.get(MULTIPROCESS):
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         MultiProcessCollector(shown)  # type: ignore[no-untyped-call]
     else:
         shown.register(registry)
         if type(sender.pool).__module__ == "celery.concurrency.prefork":
             logger.warning(
-                "idempotency: the metrics of this worker lack what its pool's processes count: set %s to an empty "
-                "directory before it starts",
-                MULTIPROCESS,
+                "idempotency: the metrics of this worker lack what its pool's processes count: set "
+                "PROMETHEUS_MULTIPROC_DIR to an empty directory before it starts"
             )
     shown.register(StoreCollector(app))
     try:

@@ -1,8 +1,6 @@
 """Results and exceptions to bytes and back, through kombu's registry of serializers.
 
-What comes back is what Celery's own result backend would give with the same serializer. JSON keeps
-str, int (of any size), float, bool, None, list, bytes, datetime, date, time, Decimal and UUID
-exactly; it turns tuples into lists and the keys of dicts into str. Pickle keeps all it can carry.
+What comes back is what Celery's own result backend would give with the same serializer.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ class NotStored(ValueError):
 
 
 class Serializer:
-    """Writes in one format and reads those that the app accepts.
-
-    ``name`` is a name of kombu's registry, such as ``"json"``. ``accept`` holds names or content
-    types, as Celery's ``accept_content`` does.
+    """Writes in one format of kombu's registry and reads those that the app accepts (``accept_content``).
 
     Raises:
         InvalidOption: if a format is not installed, or ``name`` is not one of those accepted: what it wrote could
@@ -143,10 +138,9 @@ def from_bytes(content: bytes) -> Stored:
 
 
 def first_accepted(first: str, accept: Iterable[str]) -> str:
-    """Return this format, or else the first accepted one, by its name, that is installed and that the app reads itself.
+    """Return this format, or else the first accepted one that is installed: an app may write msgpack for others alone.
 
-    An app may store its results as msgpack for others, and not accept msgpack. If there is none,
-    :class:`Serializer` says what is wrong with the first.
+    If there is none, :class:`Serializer` says what is wrong with the first.
     """
     names = [_names.get(each, each) for each in (first, *accept)]
     readable = (n for n in names if {n, _types.get(n)} & set(accept) and installed(n))

@@ -6,8 +6,7 @@
 
     tracing.install()
 
-The span is the one that is current: that of ``opentelemetry-instrumentation-celery`` around a run or a publishing, that
-of your web framework around a request. No span has a key: a digest tells whether two spans are about the same one.
+The span is the current one, of ``opentelemetry-instrumentation-celery`` or of your web framework. No span has a key.
 """
 
 from __future__ import annotations
@@ -44,15 +43,11 @@ def _noting(outcome: OutcomeSignal) -> Callable[..., None]:
         if not span.is_recording():
             return
         found = facts(outcome, event)
-        key = [str(found.pop(name, "")) for name in ("namespace", "scope", "key")]
-        if event.identity is not None:
-            digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
-            found |= {"namespace": key[0], "key_digest": digest[:16]}
-        attributes = {
-            f"celery.idempotency.{name}": value
-            for name, value in found.items()
-            if name not in ("task_id", "who")
-        }
+        if (identity := event.identity) is not None:
+            parts = "\0".join((identity.namespace, identity.scope, identity.key))
+            found["key_digest"] = hashlib.sha256(parts.encode()).hexdigest()[:16]
+        known = found.keys() - {"key", "scope", "task_id", "who"}
+        attributes = {f"celery.idempotency.{name}": found[name] for name in known}
         span.set_attributes(attributes)
         span.add_event(f"idempotency.{outcome.counter}", attributes)
 

@@ -104,12 +104,7 @@ class TaskCodec:
             ) from None
 
     def load_value(self, stored: Stored) -> object:
-        """Return a stored result, as ``AsyncResult.get`` would.
-
-        Raises:
-            StoreMisconfigured: if the app does not accept its format.
-            ResultUnavailable: if it cannot be read.
-        """
+        """Return a stored result, as ``AsyncResult.get`` would; raises as :meth:`.Serializer.load`."""
         return self._serializer.load(stored)
 
     def load_error(self, stored: Stored | None) -> Exception:
@@ -136,8 +131,7 @@ class TaskCodec:
         """Return the class of a stored exception and what its text is made of, also if Celery cannot make it again.
 
         It cannot if the class takes other arguments than it hands to ``super().__init__``: ``load_error`` then returns
-        a plain exception, or one of a class of the same name. The class itself is looked for where Celery looks: in the
-        modules that this process has imported.
+        another. The class is looked for where Celery looks: in the modules that this process has imported.
         """
         error = self.load_error(stored)
         kind = type(error)
@@ -169,11 +163,6 @@ class TaskCodec:
             return None
 
     def load_message(self, message: bytes) -> Sig:
-        """Return what :meth:`dump_message` stored.
-
-        Raises:
-            StoreMisconfigured: if the app does not accept its format.
-            ResultUnavailable: if it cannot be read.
-        """
+        """Return what :meth:`dump_message` stored; raises as :meth:`.Serializer.load`."""
         content = cast("dict[str, object]", self._messages.load(from_bytes(message)))
         return Signature.from_dict(content, app=self._app)

@@ -1,7 +1,6 @@
-"""Pydantic models among the arguments of a task with ``pydantic=True``.
+"""Pydantic models among the arguments of a task with ``pydantic=True``: a key is made of the validated model.
 
-Celery validates what a message carries before the body gets it, and since 5.7 it dumps the models of a call when it
-sends the message. A key is made of the validated model, on both sides of the broker::
+::
 
     task.delay(Order(id=7)) ─┐                              ┌─ key 7, before the message is sent
     task.delay({"id": 7})    ├─ {"id": 7} or {"id": "7"} ───┤

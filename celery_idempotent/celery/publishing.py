@@ -1,21 +1,15 @@
 """Publishing one call: identify it, stamp its headers, reserve its key if the task wants that, send it.
 
-The stamp is this library's header with the key (:mod:`~celery_idempotent.keys.stamp`). Celery calls the headers of
-a canvas stamps, too: here those are Celery's stamps. ::
+::
 
     apply_async ─ identify ─ stamp ─┬─ send
                                     ├─ reserve the key ─ send        idempotency_publish_once
                                     ├─ release the key ─ send        a run publishes its own retry
                                     └─ defer ─ commit ─ send         the outbox takes it
 
-A key that is reserved before its message is sent (``idempotency_publish_once``) has the first call answer all others::
-
-    first call    reserve: Reserved ─ send ─────────────────── worker: claim, run, settle
-    second call           reserve: Held ─ AsyncResult(first)          │
-    third call                                               reserve: Settled ─ AsyncResult(first)
-
-Should the producer die between the reservation and the sending, the reservation's deadline passes, and the next call
-sends under the same task id. Where the store fails the call is sent unreserved: the worker's claim guards the run.
+A reserved key has the first call answer all others: ``reserve`` is Held, then Settled, and they get
+``AsyncResult(first)``. Should the producer die between the reservation and the sending, the reservation's deadline
+passes, and the next call sends under the same task id.
 """
 
 from __future__ import annotations
@@ -42,15 +36,7 @@ from celery_idempotent.events import Line
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run, release, run_in_progress
-from celery_idempotent.records import (
-    Held,
-    Mismatched,
-    Record,
-    Reserved,
-    ReserveRequest,
-    Settled,
-    State,
-)
+from celery_idempotent.records import Held, Mismatched, Record, Reserved, ReserveRequest, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -60,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 #: Celery's ``apply_async`` behind ours: ``send(args, kwargs, **options)``, or with the arguments given already.
 Send = Callable[..., Result]
-Args = Sequence[object] | None
-Kwargs = Mapping[str, object] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +55,15 @@ class DeferredCall:
     ``reserve``: reserve its key before it is sent (``idempotency_publish_once``).
     """
 
-    args: Args
-    kwargs: Kwargs
+    args: Sequence[object] | None
+    kwargs: Mapping[str, object] | None
     options: Options
     reserve: bool = False
 
 
 Interceptor = Callable[["DefinedTask", DeferredCall], Result]
 #: The next call of a task goes to this function, not to the broker. The outbox sets it for one ``apply_async``.
-outbox_interceptor: ContextVar[Interceptor | None] = ContextVar(
-    "idempotency_outbox_interceptor", default=None
-)
+outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", default=None)
 
 #: A call with one of these options keeps its own task id: its caller chose that, a canvas waits for it, or it gives its
 #: callbacks their ids. Of any other, whose key is taken, the caller gets the ``AsyncResult`` of the first call.
@@ -94,12 +76,7 @@ RESERVED_MS = 60_000
 
 
 def publish(
-    task: DefinedTask,
-    definition: Definition,
-    send: Send,
-    args: Args,
-    kwargs: Kwargs,
-    options: Options,
+    task: DefinedTask, definition: Definition, send: Send, args: Any, kwargs: Any, options: Options
 ) -> Result:
     """Publish one call through ``send(args, kwargs, **options)``, ``options`` being all of ``apply_async``'s.
 
@@ -137,8 +114,8 @@ def publish(
 
 def stamp_call(
     definition: Definition,
-    args: Args,
-    kwargs: Kwargs,
+    args: Any,
+    kwargs: Any,
     options: Options,
     retrying: Run | None = None,
     *,
@@ -146,22 +123,18 @@ def stamp_call(
 ) -> Identified | None:
     """Stamp the call. This changes ``options``: the key is taken out, the task id and the headers with the stamp added.
 
-    Returns the identity; ``None`` if nothing was stamped, for one of two reasons. The headers have the stamp of this
-    message already, whose key stays whatever the arguments are now: it is a retry, or a republished copy. Or no key and
-    no scope was given, and the task has no ``idempotency_key``: the key is then chosen where the call runs, by a worker
-    its task id, by ``apply()`` a random one.
+    Returns the identity; ``None`` if nothing was stamped. The headers have the stamp of this message already, whose key
+    stays whatever the arguments are now: it is a retry, or a republished copy. Or there is no key and no rule for one:
+    it is then chosen where the call runs.
 
-    ``retrying``: the run whose retry this call is. It has that run's key, if the caller gives no other.
-    ``eager``: the call runs here and now. Where its task id would be the key it gets a random one, because Celery gives
-    all steps of an eager chain the same task id.
+    ``retrying``: the run whose retry this call is, and whose key it has, if the caller gives no other. ``eager``: the
+    call runs here and now, by a random key where it has none: all steps of an eager chain have one task id.
     """
-    headers, task_id = options.get("headers") or {}, options.get("task_id")
+    headers, task_id = options.get("headers"), options.get("task_id")
     key, scope = take_key(options)
     given = key is not None or scope is not None
-    in_headers: Mapping[str, object] = {}
-    if headers:
-        headers = as_mapping(headers)
-        in_headers = read_stamp(headers, task_id)
+    headers = as_mapping(headers) if headers else {}
+    in_headers = read_stamp(headers, task_id) if headers else {}
     if "key" in in_headers and not given:
         return None
     if retrying is not None and not given:
@@ -238,31 +211,21 @@ def send_deferred(
 
 
 def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -> Run | None:
-    """Return the run in progress, if this call is its retry.
-
-    A retry has the task id of the run, and one more in ``retries``. What ``self.replace`` publishes has this task id,
-    too, but counts no retry.
-    """
+    """Return the run in progress, if this call is its retry: what ``self.replace`` publishes counts no retry."""
     run = run_in_progress()
-    if (
-        run is None
-        or run.task_id != options.get("task_id")
-        or run.identity.namespace != definition.identifier.namespace
-        or (options.get("retries") or 0) <= (task.request.retries or 0)
-    ):
-        return None
-    return run
+    is_its_retry = (
+        run is not None
+        and run.task_id == options.get("task_id")
+        and run.identity.namespace == definition.identifier.namespace
+        and options["retries"] > (task.request.retries or 0)
+    )
+    return run if is_its_retry else None
 
 
 def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> Result:
     """Release the key of a run, then publish its retry, which then finds the key free if the store answered.
 
-    ::
-
-        publish first   run ─ publish the retry ─────────── release      worker B: claim: Held, a conflict
-        release first   run ─ release ─ publish the retry                worker B: claim: Claimed
-
-    In an atomic run, release and publish happen after the rollback of its transaction.
+    In an atomic run, both happen after the rollback of its transaction.
     """
     free = partial(release, retrying, requeue_ms=lost_after_ms(options))
     if retrying.transaction is None:
@@ -284,11 +247,7 @@ def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Opti
 
 
 def _reserve_and_send(
-    task: DefinedTask,
-    definition: Definition,
-    identified: Identified,
-    send_call: Send,
-    options: Options,
+    task: DefinedTask, definition: Definition, about: Identified, send_call: Send, options: Options
 ) -> Result:
     """Reserve the key of a call and send it; return the first call's result if there was one.
 
@@ -296,11 +255,11 @@ def _reserve_and_send(
         FingerprintMismatch: if the key was reserved or used with other arguments.
     """
     store = get_store(task.app)
-    identity, task_id = identified.identity, options["task_id"]
+    identity, task_id = about.identity, options["task_id"]
     report = partial(definition.reporter.report, store=store)
     request = ReserveRequest(
         identity=identity,
-        fingerprint=identified.fingerprint,
+        fingerprint=about.fingerprint,
         task_id=task_id,
         deadline_ms=lost_after_ms(options),
         keep_ms=definition.policy.keep_ms,
@@ -308,9 +267,7 @@ def _reserve_and_send(
     try:
         answer = store.reserve(request)
         # A mark that a retention of 0 left is forgotten first, if it is no answer for this call.
-        while isinstance(answer, (Settled, Mismatched)) and definition.policy.forgets(
-            answer.record
-        ):
+        while definition.policy.forgets(answer.record):
             store.forget_mark(identity, token=answer.record.token)
             answer = store.reserve(request)
     except IdempotencyError as error:
@@ -337,20 +294,17 @@ def _reserve_and_send(
         case Held(left_ms=0) if record.state is State.PROCESSING:
             # The lease ran out: the worker never came back, and with early acks the message is gone, too.
             _use_task_id(options, record.task_id)
-        case Settled() if record.state.is_failure or record.settled_by_operator:
+        case _ if record.state.is_failure or record.settled_by_operator:
             # An operator writes no result under the first id: a worker answers this message from the record.
             pass
-        case Held() | Settled():
+        case _:
             report(signals.replayed, identity, task_id, record)
             return task.AsyncResult(record.task_id)
     return send_call(**options)
 
 
 def release_reservation(store: Store, record: Record) -> None:
-    """Release a reservation whose message is not sent.
-
-    Nothing is raised if the store fails: the caller has an error of its own to raise, and the reservation ends anyway.
-    """
+    """Release a reservation whose message is not sent; if the store fails, its deadline ends it."""
     try:
         store.release(record.identity, token=record.token)
     except IdempotencyError as error:

@@ -1,6 +1,6 @@
-"""The tasks of a canvas: the one walk over the signatures of chains, groups and chords, which are nested mappings.
+"""The one walk over the tasks of a canvas; ids are made from the place of each, the way to it from the root.
 
-Each task has a place: the way to it from the root. Ids are made from places, so they never change::
+::
 
     chain(a, group(b, c), chord([d], e))    a (0,)   b (1, 0)   c (1, 1)   d (2, 0)   e (2, "body")
 """

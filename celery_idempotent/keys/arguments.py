@@ -52,16 +52,7 @@ class Parameters:
     def bind(
         self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None
     ) -> Given | None:
-        """Return what each parameter is given, without the defaults; ``None`` if the call does not fit.
-
-        ::
-
-            def charge(order_id, *, amount, currency="EUR"): …
-
-            charge.delay(17, amount=100)              {"order_id": 17, "amount": 100}
-            charge.delay(order_id=17, amount=100)     the same
-            charge.delay(17)                          None: the task will raise TypeError
-        """
+        """Return what each parameter is given; ``None`` if the call does not fit: the task will raise TypeError."""
         args = args or ()
         given: dict[str, object] = dict(zip(self.positional, args, strict=False))
         if len(args) > len(self.positional):
@@ -94,30 +85,37 @@ class Parameters:
         return function(*args, *extra, **named, **extra_named)
 
 
+#: The name of what a function of the arguments returns.
+RESULT: Final = "(the result)"
+
+
 @dataclass(slots=True)
 class ArgumentRule:
     """Reads a function of the arguments, or what dotted paths lead to.
 
     ``"event.id"`` is the argument ``event``, then its item (of a mapping) or attribute ``id``. ``single``: the option
-    is one name, not a tuple of names.
+    is a function or one path, not a tuple of paths; ``name``: it is the name of an argument.
     """
 
     parameters: Parameters
     function: Callable[..., object] | None
     paths: dict[str, tuple[str, ...]]
-    single: bool = False
+    single: bool
+    name: str = ""
 
     def read(self, given: Given) -> object:
         """Return the value, or the tuple of all values; ``None`` if one is missing."""
-        if self.function is not None:
-            return self.parameters.call(self.function, given)
+        if self.name in given:
+            return given[self.name]
         values = tuple(self.values(given).values())
         if self.single:
             return values[0]
         return None if any(value is None for value in values) else values
 
     def values(self, given: Given) -> dict[str, object]:
-        """Return the value at each path, ``None`` if it leads nowhere."""
+        """Return the value at each path, ``None`` if it leads nowhere; or what the function returns."""
+        if self.function is not None:
+            return {RESULT: self.parameters.call(self.function, given)}
         found = {}
         for text, (name, *steps) in self.paths.items():
             value = given[name] if name in given else self.parameters.defaults.get(name)
@@ -143,10 +141,11 @@ def compile_rule(
     names = (option,) if isinstance(option, str) else option
     if isinstance(names, (tuple, list)) and names and all(isinstance(n, str) for n in names):
         paths = {text: _steps(text, parameters, f"{what} of task {task}") for text in names}
-        return ArgumentRule(parameters, None, paths, single=names is not option)
+        name = option if option in parameters.names else ""
+        return ArgumentRule(parameters, None, paths, single=names is not option, name=name)
     if callable(option):
         _check_call(option, parameters, f"{what} of task {task}")
-        return ArgumentRule(parameters, option, {})
+        return ArgumentRule(parameters, option, {}, single=True)
     raise InvalidOption(
         f"{what} of task {task} is the name of an argument, a tuple of names, a function of the "
         f"arguments, ALL_ARGUMENTS or None, not {type_name(option)}."

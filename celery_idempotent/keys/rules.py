@@ -21,13 +21,14 @@ import inspect
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.keys.arguments import (
     ALL_ARGUMENTS,
+    RESULT,
     AllArguments,
     Given,
     Parameters,
@@ -51,13 +52,11 @@ class _RefusedError(Exception):
 def canonical(value: object, *, what: str = "key", task: str) -> str:
     """Return the canonical text of a raw key or scope: a str, int or UUID, or a tuple of these.
 
-    A subclass of str or int counts as the plain value that JSON makes of it, a UUID as its str
-    form, a list as a tuple. ``("a",)`` is not ``"a"``. Parts of a tuple may be empty.
+    A subclass of str or int counts as the plain value that JSON makes of it, a UUID as its str form, a list as a tuple.
 
     Raises:
-        InvalidKey: for any other type (bool, None and lazy translations are such), for characters
-            that do not print, for nothing at all and for a text of more than 255 characters, in
-            the form that the record has it in. The message has types and lengths, never the value.
+        InvalidKey: for any other value (bool, None and lazy translations are such). The message has types and lengths,
+            never the value.
     """
     try:
         plain = _json_form(value)
@@ -94,11 +93,7 @@ def _json_form(value: object) -> str | int | list[object]:
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
-    """Return the key of a call without one: its task id, and how often the task was replaced (``self.replace``).
-
-    Celery takes any str for an id, so every id has a key; one that a record could not show is
-    digested.
-    """
+    """Return the key of a call without one: its task id, digested if need be, and how often the task was replaced."""
     text = f"@{task_id}"
     if nesting or _NESTED_ID.search(text):
         text = f"{text}+{nesting}"
@@ -106,9 +101,6 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
         return text
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
-
-_Args: TypeAlias = Sequence[object] | None
-_Kwargs: TypeAlias = Mapping[str, object] | None
 
 #: Makes of the arguments of a call, by parameter, what the task's body gets: models instead of their dumps.
 Validate: TypeAlias = Callable[[Given], Given]
@@ -154,17 +146,13 @@ class Identifier:
         self._default_forms = {n: optional_form(d) for n, d in parameters.defaults.items()}
 
     def identity(self, key: object, scope: object = None) -> Identity:
-        """Return the identity of a raw key and scope.
-
-        Raises:
-            InvalidKey: if the key or the scope cannot be used.
-        """
+        """Return the identity of a raw key and scope; raises as :func:`canonical`."""
         return self._identity(canonical(key, task=self.task_name), scope)
 
     def identify(
         self,
-        args: _Args,
-        kwargs: _Kwargs,
+        args: Any,
+        kwargs: Any,
         *,
         task_id: str,
         nesting: int = 0,
@@ -210,7 +198,7 @@ class Identifier:
         text = "" if scope is None else canonical(scope, what="scope", task=self.task_name)
         return Identity(namespace=self.namespace, scope=text, key=key)
 
-    def _fingerprint_of(self, given: Given | None, args: _Args, kwargs: _Kwargs) -> bytes | None:
+    def _fingerprint_of(self, given: Given | None, args: Any, kwargs: Any) -> bytes | None:
         rule = self._fingerprint
         if rule is None:
             return None
@@ -219,12 +207,10 @@ class Identifier:
             counted = {"*args, **kwargs": [[*(args or ())], kwargs]}
         elif isinstance(rule, AllArguments):
             counted = self._without_defaults(given)
-        elif rule.function is None:
-            counted = rule.values(given)
         else:
-            if (value := rule.read(given)) is None:
+            counted = rule.values(given)
+            if rule.function is not None and counted[RESULT] is None:
                 return None
-            counted = {"(the result)": value}
         return self._digest(counted, "idempotency_fingerprint")
 
     def _without_defaults(self, given: Given) -> Given:

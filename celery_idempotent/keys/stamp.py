@@ -4,9 +4,8 @@
 
     {"idempotency": {"id": "5c0…", "key": "order-17", "scope": "acct_1", "fingerprint": "9f86…"}}
 
-The task id in the stamp says which message it describes. Headers get copied: Celery copies those of a task to its
-retries and callbacks, and tracing tools copy them to any task that is called within it. A stamp with another task id
-is such a copy, and says nothing about the message that carries it.
+The task id in the stamp says which message it describes: Celery copies the headers of a task to its retries and
+callbacks, and tracing tools copy them to any task that is called within it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER, SCOPE_HEADER = "idempotency_key", "idempotency_scope"
 
-#: A client asks for the outcome by the key (the HTTP status resource does), so a final failure is stored as FAILED
-#: instead of releasing the key. Retries carry it along.
+#: A client asks for the outcome by the key, so a final failure is stored as FAILED instead of releasing the key.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
-#: All that this library notes about a message: its task id, its canonical key, scope and fingerprint, computed once
-#: when it was first published, and its history since (how often it was republished, for instance).
+#: Its identity, computed once when it was first published, and its history since (how often it was republished).
 STAMP_HEADER = "idempotency"
 
-#: In a stamp of the last step of a chain: the task id of the first step. A chain object that is applied twice gives its
-#: last step the same task id both times; this distinguishes them.
+#: In a stamp of the last step of a chain, whose task id is the same each time that the chain is applied: that of the
+#: first step.
 RUN = "run"
 
 #: In a stamp: what a publisher set in the headers above.
@@ -84,10 +81,9 @@ def with_stamp(
     identified: Identified | None = None,
     more: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Return the headers with a stamp for the message with this task id.
+    """Return the headers with a stamp for the message with this task id, which takes in the raw headers.
 
-    The stamp takes in what publishers set in headers of their own, the identity, and ``more``. The raw headers are
-    removed: they name no task id, so a copy of them on another message would count there.
+    Those are removed: they name no task id, so a copy of them on another message would count there.
     """
     said = read_stamp(headers, task_id) if headers else {}
     if identified is not None:
