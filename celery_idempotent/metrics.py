@@ -116,10 +116,6 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; of a store that does not answer within :data:`ANSWER_WITHIN` only that it is not up."""
-        up = GaugeMetricFamily(
-            "celery_idempotency_store_up",
-            "1 if the store answers this scrape within two seconds, 0 if not: then none of the following is served.",
-        )
         # In one thread: a store that hangs costs a scrape its gauges alone, and is not asked again by each scrape.
         if self._thread is None or not self._thread.is_alive():
             self._gauges = ()
@@ -128,8 +124,11 @@ class StoreCollector(Collector):
             self._thread.start()
         self._thread.join(ANSWER_WITHIN)
         gauges = self._gauges
-        up.add_metric([], float(bool(gauges)))
-        yield up
+        yield GaugeMetricFamily(
+            "celery_idempotency_store_up",
+            "1 if the store answers this scrape within two seconds, 0 if not: then none of the following is served.",
+            value=float(bool(gauges)),
+        )
         yield from gauges
 
     def describe(self) -> Iterator[GaugeMetricFamily]:

@@ -17,11 +17,7 @@ Place = tuple[int | str, ...]
 AnySignature = Mapping[str, Any]
 
 #: Which of its ``kwargs`` hold the parts of a canvas.
-PARTS = {
-    "celery.chain": ("tasks",),
-    "celery.group": ("tasks",),
-    "celery.chord": ("header", "body"),
-}
+PARTS = {"celery.chain": ("tasks",), "celery.group": ("tasks",), "celery.chord": ("header", "body")}
 #: Which of them holds the task that runs last; a group has no last task.
 _LAST = {"celery.chain": ("tasks",), "celery.chord": ("body",)}
 

@@ -154,16 +154,10 @@ def compile_rule(
 
 def _steps(text: str, parameters: Parameters, option: str) -> tuple[str, ...]:
     steps = tuple(text.split("."))
-    if "" in steps:
-        raise InvalidOption(f"{option}: {text!r} is not a name or a dotted path.")
-    if steps[0] in parameters.names:
-        return steps
-    if parameters.var_keyword:
-        return (parameters.var_keyword, *steps)
-    raise InvalidOption(
-        f"{option}: the task has no argument {steps[0]!r}. "
-        f"It has: {', '.join(parameters.names) or 'none'}."
-    )
+    if "" not in steps and (steps[0] in parameters.names or parameters.var_keyword):
+        return steps if steps[0] in parameters.names else (parameters.var_keyword, *steps)
+    names = ", ".join(parameters.names) or "none"
+    raise InvalidOption(f"{option}: the task has no argument {text!r}. It has: {names}.")
 
 
 def _check_call(function: Callable[..., object], parameters: Parameters, option: str) -> None:
