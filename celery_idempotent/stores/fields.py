@@ -79,7 +79,12 @@ class FieldCodec:
 
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
         """Return the fields in a line, without those of a newer version, and the value."""
-        read: dict[str, Any] = _from_json(line.decode(*_UTF_8)) if line else {}
+        if not line:  # as of most that are completed
+            if value is None:
+                return {}
+            usual, encoding = _USUAL_KIND
+            return {"value": Stored(content_type=usual, content_encoding=encoding, body=value)}
+        read: dict[str, Any] = _from_json(line.decode(*_UTF_8))
         kind, (message, steps) = read.pop("value", _USUAL_KIND), read.pop("long", (None, ()))
         found = {name: each for name, each in read.items() if name in _NAMES}
         if message is not None:

@@ -95,8 +95,9 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
 def _note_undelivered(line: logging.LogRecord) -> bool:
     """Note that a message of a finished task comes back: there is no signal of it."""
     again = ("are not all sent yet", "returns its part of a chord again")
-    if any(words in str(line.msg) for words in again) and isinstance(line.args, tuple):
-        Ledger.from_env().append("undelivered", "", str(line.args[1]))
+    if any(words in str(line.msg) for words in again) and line.args:
+        task_id = line.args["id"] if isinstance(line.args, Mapping) else line.args[1]
+        Ledger.from_env().append("undelivered", "", str(task_id))
     return True
 
 
@@ -108,6 +109,6 @@ if _wanted := wanted():
         worker_ready.connect(hurry, weak=False)
         for _outcome in ("conflicted", "replayed", "interrupted", "lease_lost", "settle_failed"):
             getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
-        for _module in ("republish", "undelivered"):
+        for _module in ("republish", "callbacks"):
             logger = logging.getLogger(f"celery_idempotent.celery.{_module}")
             logger.addFilter(_note_undelivered)

@@ -22,7 +22,7 @@ def run():
 
 
 def task(app, name, **options):
-    return app.task(base=IdempotentTask, name=name, **options)(run)
+    return app.task(base=IdempotentTask, name=name, shared=False, **options)(run)
 
 
 def name_of(app, namespace):
@@ -43,7 +43,7 @@ def test_a_namespace_may_have_no_task(app):
 
 def test_tasks_that_are_switched_off_are_known_and_celerys_own_are_not(app):
     task(app, "shop.off", idempotency_mode="off")
-    app.task(name="shop.plain")(run)
+    app.task(name="shop.plain", shared=False)(run)
     names = {each.name for each in definition.definitions(app)}
     assert names == {"shop.off"}
     assert definition.definition_of(app, "shop.off").policy.mode == "off"

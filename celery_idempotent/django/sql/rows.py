@@ -261,13 +261,15 @@ def _look_columns(dialect: Dialect) -> str:
 def _claim_statement(now_us: str) -> str:
     dialect = dialect_of("postgresql")
     dialect.now_us = now_us
-    values = [f"{dialect.now_ms} + %s" if name in _MOMENTS else "%s" for name in COLUMNS]
-    values[TOKEN] = f"greatest({now_us}, 1 + %s + {_MARK})"
+    # One moment for all columns: the clock goes on within a statement.
+    values = ["t.us / 1000 + %s" if name in _MOMENTS else "%s" for name in COLUMNS]
+    values[TOKEN] = f"greatest(t.us, 1 + %s + {_MARK})"
     # The last is the value, which may be NULL.
-    row = f"%s, %s, %s, %s, {dialect.now_ms} + %s, 0, {', '.join(values)}::bytea"
+    row = f"%s, %s, %s, %s, t.us / 1000 + %s, 0, {', '.join(values)}::bytea"
     # Not left to the conflict alone: that waits for the transaction that is writing the row.
     return (
-        f"WITH n AS (INSERT INTO celery_idempotent_record ({_names(dialect)}) SELECT {row}"
+        f"WITH t AS (SELECT {now_us} AS us),"
+        f" n AS (INSERT INTO celery_idempotent_record ({_names(dialect)}) SELECT {row} FROM t"
         " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
         " ON CONFLICT (digest) DO NOTHING RETURNING token, created_ms) SELECT n.token, n.created_ms,"
         f" {_look_columns(dialect)} FROM (SELECT 1) AS one LEFT JOIN n ON true"

@@ -98,7 +98,7 @@ def _unescape(part: str) -> str:
 
 _FRONT, HEAD = Struct(">cBQQHHQQ"), Struct(">cBQQHHQQB4s8s16s16s")
 #: No byte that a record of the first layout could have here.
-VERSION = 0xA1
+VERSION = 0xA2
 #: Packs a token into what the record of its claim begins with while it runs.
 pack_own = functools.partial(Struct(">cBQ").pack, b"P", VERSION)
 #: What scripts append to the numbers that they know.

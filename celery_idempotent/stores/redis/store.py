@@ -90,11 +90,11 @@ class RedisStore(Store):
         lease_ms = asked.delay_ms or 0
         tail = layout.pack_tail(asked.fields, attempt=asked.attempt or b"")
         times = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms)
-        keys = self._keys.of_record(identity)[:2]
-        call = _CLAIM.call(keys, *times, layout.STARTS[state], b"%d" % attempts, tail)
+        keys = self._keys.of_record(identity)
+        call = _CLAIM.call(keys[:2], *times, layout.STARTS[state], b"%d" % attempts, tail)
         (found,) = exchange(self._link, (call,))
         if not isinstance(found, bytes):
-            return self._at(identity, lambda look: self._take(verb, look, asked), found)
+            return self._at(identity, lambda look: self._take(verb, look, asked), found, keys)
         token, now_ms = _STAMP.unpack(found)
         return Record(
             state=state,
@@ -176,9 +176,15 @@ class RedisStore(Store):
         answers = zip(leases, self._exchange(*calls), strict=True)
         return [answer == b"renewed" or self._renew(each) for each, answer in answers]
 
-    def _at(self, identity: Identity, verb: Callable[[Look], T], found: Reply = None) -> T:
+    def _at(
+        self,
+        identity: Identity,
+        verb: Callable[[Look], T],
+        found: Reply = None,
+        keys: Sequence[bytes] = (),
+    ) -> T:
         """Do a verb with what a script ``found``, else with a look; anew if somebody else wrote since."""
-        keys, highest = self._keys.of_record(identity), 0
+        keys, highest = keys or self._keys.of_record(identity), 0
         while True:
             if found is None:
                 (found,) = self._exchange(_CLAIM.call(keys[:1]))
