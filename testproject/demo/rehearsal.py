@@ -18,6 +18,7 @@ from typing import Any
 
 from celery.signals import task_postrun, task_prerun
 from django.conf import settings as django_settings
+from django.dispatch import receiver
 
 from celery_idempotent import signals
 from testproject.demo import settings
@@ -63,7 +64,7 @@ for _outcome in ("replayed", "conflicted", "interrupted", "swept"):
     getattr(signals, _outcome).connect(functools.partial(_note, _outcome), weak=False)
 
 
-@about_to_write.connect
+@receiver(about_to_write)
 def _work(run: Run, **_: Any) -> None:
     time.sleep(_seconds_of(run))
     if run.kind == Kind.IDEMPOTENT and not django_settings.WEBHOOKS_ATOMIC:
@@ -78,7 +79,7 @@ def _leave_gap(**_: Any) -> None:
         os.close(_gap.pop())
 
 
-@written.connect
+@receiver(written)
 def _linger(**_: Any) -> None:
     if django_settings.WEBHOOKS_ATOMIC:
         time.sleep(random.uniform(0, _BEFORE_COMMIT_S))

@@ -35,6 +35,27 @@ def perform(directory: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
+def test_the_worker_takes_its_time_and_holds_the_lock_around_the_gap(tmp_path: Path) -> None:
+    """Django's signals refer weakly to what is connected, and ``connect`` as a decorator drops it."""
+    code = (
+        "import django; django.setup()\n"
+        "from testproject.demo import rehearsal\n"
+        "from testproject.webhooks.tasks import about_to_write, written\n"
+        "assert about_to_write.has_listeners() and written.has_listeners()\n"
+    )
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "testproject.demo.settings",
+        "DJANGO_DEBUG": "0",  # while it is on, Django remembers every receiver
+        "DJANGO_SECRET_KEY": "secret",
+        "DATABASE_PATH": str(tmp_path / "ledger.sqlite3"),
+        "GITHUB_WEBHOOK_SECRET": "secret",
+        "REDIS_URL": "redis://localhost:6379/0",
+    }
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=child_environment(environment), check=True
+    )
+
+
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
     """Eight of the forty events, which are performed in a quarter of the time."""
