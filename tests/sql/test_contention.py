@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ pytest.importorskip("django")
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import DatabaseError, OperationalError, connections
 from django.db.backends.signals import connection_created
+from django.db.transaction import mark_for_rollback_on_error
 from django.http import HttpResponse
 from django.test import RequestFactory, override_settings
 
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.django.http import idempotent_view
-from celery_idempotent.django.sql.atomic import ClaimTransaction
+from celery_idempotent.django.sql.atomic import ClaimTransaction, TransactionEnded
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import atomic
@@ -349,6 +350,42 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
     assert here.runs == 1
     assert here.names() == ["first"]
     assert here.store.get(KEY) is None
+
+
+def test_an_error_of_the_body_that_looks_like_one_of_a_prepared_statement_repeats_nothing(
+    place: Callable[..., Place],
+):
+    """Its SQLSTATE is that of a prepared statement whose table has changed: only ours may be taken for that."""
+    here = place("postgresql")
+
+    def unsupported() -> None:
+        with suppress(DatabaseError), mark_for_rollback_on_error(using=here.alias):
+            execute(here.alias, "DO $$ BEGIN RAISE feature_not_supported; END $$")
+
+    with pytest.raises(TransactionEnded):
+        here.run(unsupported)
+    assert here.runs == 1
+
+
+def test_nor_does_one_of_the_commit(place: Callable[..., Place]):
+    here = place("postgresql")
+    execute(
+        here.alias,
+        "CREATE FUNCTION unsupported() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE feature_not_supported; END $$",
+    )
+    execute(
+        here.alias,
+        "CREATE CONSTRAINT TRIGGER at_commit AFTER INSERT ON seats DEFERRABLE INITIALLY DEFERRED"
+        " FOR EACH ROW EXECUTE FUNCTION unsupported()",
+    )
+    try:
+        with pytest.raises(DatabaseError):
+            here.run(lambda: here.book(here.alias, "ours"))
+        assert here.runs == 1
+    finally:
+        connections[here.alias].close()
+        execute(here.alias, "DROP FUNCTION unsupported CASCADE")
 
 
 def test_what_collides_to_the_end_fails_the_task(

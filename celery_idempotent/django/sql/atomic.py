@@ -32,7 +32,7 @@ from django.db import Error, OperationalError
 from django.db.transaction import Atomic
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.connections import Connections
+from celery_idempotent.django.sql.connections import GONE, Connections
 from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, error_code, kind
 from celery_idempotent.django.sql.rows import OPEN, digest, settle_claim
 from celery_idempotent.errors import (
@@ -289,7 +289,7 @@ class ClaimTransaction:
             code, trouble = error_code(error), kind(error, own.vendor)
             if trouble == "conflict":
                 raise
-            if trouble == "lost":
+            if trouble in GONE:
                 raise SessionLost from error
             if code == _ABORTED:
                 raise TransactionEnded(_BROKEN) from error
@@ -406,7 +406,7 @@ def _begun(connections: Connections, record: Record | None) -> ClaimTransaction:
             run.roll_back(error)
             if not run.nested:
                 drop(own)
-            if kind(error, own.vendor) != "lost" or not pause(attempt):
+            if kind(error, own.vendor) not in GONE or not pause(attempt):
                 raise connections.trouble(error) from error
             continue
         except BaseException as error:

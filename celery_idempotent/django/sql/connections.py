@@ -57,6 +57,8 @@ MAX_IDLE = 2
 _MAX_AGE = 60.0
 #: How often a statement is executed before psycopg prepares it.
 _PREPARE_AFTER = 3
+#: What the store's own statements meet only on this connection: a verb begins again on a new one.
+GONE = ("lost", "unprepared")
 #: After so long a fork goes ahead regardless: waiting for ever would be as bad as what it prevents.
 _FORK_SECONDS = 5.0
 
@@ -175,7 +177,7 @@ class Connections:
                 if self.joined():
                     # Part of the thread's transaction: nothing can be repeated.
                     raise self.trouble(found) from found
-            if trouble == "lost" and not lost:
+            if trouble in GONE and not lost:
                 lost = True
                 self.close()  # the idle ones are dead as well
                 continue
@@ -270,7 +272,7 @@ class Connections:
                 raise
             except Error as error:
                 # Any other exception may come out of a signal handler, in the middle of an exchange with the server.
-                sound = kind(error, connection.vendor) != "lost"
+                sound = kind(error, connection.vendor) not in GONE
                 raise
             finally:
                 # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
