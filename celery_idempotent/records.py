@@ -92,7 +92,7 @@ class Record:
     """What the store has about one key.
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of a lease, or when the
-    message of a QUEUED record counts as lost. ``worker`` is ``hostname:pid/id`` until the record is settled. ``value``
+    message of a QUEUED record is lost. ``worker`` is ``hostname:pid/id`` until the record is settled. ``value``
     is the result or the exception, ``None`` when it was not kept. ``replaced``: another task carries the task id on;
     ``delivered``: the callbacks were sent; ``reserved``: the key was reserved before its message was published, in a
     transaction that may still be rolled back if ``uncommitted``; ``swept``: a sweep ended the claim or settled the
@@ -177,7 +177,7 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ReserveRequest:
-    """What a publisher asks a store for: the key, for a message that counts as lost ``deadline_ms`` from now.
+    """What a publisher asks a store for: the key, for a message that is taken for lost ``deadline_ms`` from now.
 
     A sweep sends the ``message`` then, should no worker have claimed the key. The record lives ``keep_ms`` longer.
     """
@@ -197,7 +197,7 @@ class SettleRequest:
 
     Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
     ``record`` stays as it is; a FAILED one ends anew if ``record`` was FAILED. ``swept``: a sweep says so, and the
-    owner may still replace it. With an operator's ``note`` the record gets a new token, which refuses whoever runs.
+    owner may still replace it. With an operator's ``note`` the record gets a new token, which refuses the earlier run.
     """
 
     record: Record

@@ -74,7 +74,7 @@ _OBSERVED = (
 )
 _LOST = "%(identity)s was claimed anew while task %(task_id)s (token %(token)s) ran: its result "
 
-# When each is reported is told by the table in docs/reference.md.
+# The table in docs/reference.md says when each is reported.
 
 reserved = OutcomeSignal("reserved", "%(identity)s is reserved for task %(task_id)s (%(task)s)")
 claimed = OutcomeSignal("claimed", "task %(task_id)s (%(task)s) runs %(identity)s")

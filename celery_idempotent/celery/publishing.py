@@ -71,7 +71,7 @@ _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "li
 
 _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
-#: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
+#: A reservation whose message did not start in time (after its ETA, if it has one) is taken for lost.
 RESERVED_MS = 60_000
 
 
@@ -323,7 +323,7 @@ def _use_task_id(options: Options, task_id: str) -> None:
 
 
 def lost_after_ms(options: Options) -> int:
-    """Return in how many milliseconds a message that is published now with these options counts as lost."""
+    """Return in how many milliseconds a message that is published now with these options is taken for lost."""
     wait, eta = 0.0, options.get("eta")
     if options.get("countdown"):
         wait = float(options["countdown"])

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 SWEEP = "celery_idempotent.sweep"
 #: The most records that one sweep looks at: the next one goes on where it stopped.
 SWEEP_LIMIT = 10_000
-#: A requeued message that did not start in time counts as lost, and is published again.
+#: A requeued message that did not start in time is taken for lost, and is published again.
 REQUEUE_MS = 60_000
 
 _STALE = "the lease ran out"

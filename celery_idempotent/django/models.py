@@ -39,7 +39,7 @@ class Record(models.Model):
     created_ms = models.BigIntegerField()
     #: When the state last changed.
     updated_ms = models.BigIntegerField()
-    #: When the lease runs out, or the message counts as lost.
+    #: When the lease runs out, or the message is taken for lost.
     deadline_ms = models.BigIntegerField(null=True)
     #: The deadline, if a sweep has to act on it.
     due_ms = models.BigIntegerField(null=True)

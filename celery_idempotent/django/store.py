@@ -133,7 +133,7 @@ class DjangoStore(Store):
         return verb(Look(session, identity))
 
     def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
-        """Claim or reserve a key: one INSERT where a claim meets nobody, or a look at what is there."""
+        """Claim or reserve a key: one INSERT where there is no row, or a look at the row."""
         fields = asked.fields
         if asked.attempt is None or len(asked.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")

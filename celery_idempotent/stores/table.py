@@ -1,4 +1,4 @@
-"""What each verb does with a record: a table, and how a store goes by it.
+"""What each verb does with a record: a table, and how a store applies it.
 
 The first rule for the state that a verb finds, and whose condition holds, says what it answers and what is stored then.
 Example: a claim that finds a PROCESSING record skips the rule ``"another fingerprint"`` if the fingerprints agree, and
@@ -64,7 +64,7 @@ _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitte
 OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
 #: What stays of a claim that a sweep ends.
 RUN = _without(WHOLE, "swept")
-#: What stays when an operator says how it goes on: a new token refuses whoever still runs.
+#: What stays when an operator says how it goes on: a new token refuses a run that goes on.
 OPERATED = _without(RUN, "token", "note")
 ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
 #: What stays when a reservation is repeated; its transaction may be committed by now.
@@ -191,7 +191,7 @@ TABLE: tuple[Rule, ...] = (
 )
 # fmt: on
 
-# -- how a store goes by it --
+# -- how a store applies it --
 
 #: Fields of a record by their names, each of a type of its own.
 Fields = dict[str, Any]

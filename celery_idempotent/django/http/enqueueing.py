@@ -138,11 +138,8 @@ def enqueue(
             "task id belongs to the key."
         )
     options: HttpOptions = getattr(request, "idempotency_options", None) or http_options()
-    task, kwargs, in_transaction = (
-        cast("IdempotentTask", task),
-        kwargs or {},
-        transaction.get_connection(using).in_atomic_block,
-    )
+    task, kwargs = cast("IdempotentTask", task), kwargs or {}
+    in_transaction = transaction.get_connection(using).in_atomic_block
     if in_transaction:  # the view may change them before the COMMIT
         args, kwargs = copied(args, kwargs) or (args, kwargs)
     definition = task.idempotency_definition()
@@ -333,7 +330,7 @@ class _Order:
         return record.state.is_failure and failure_of(record, self.task).retryable
 
     def _reserve(self, task_id: str, message: bytes | None, *, uncommitted: bool) -> Reservation:
-        """Reserve the key: with its message, until that counts as lost; ``uncommitted``: for a short time."""
+        """Reserve the key: with its message, until that is lost; ``uncommitted``: for a short time."""
         request = ReserveRequest(
             identity=self.identified.identity,
             fingerprint=self.identified.fingerprint,

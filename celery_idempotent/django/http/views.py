@@ -284,9 +284,8 @@ class _Asked:
         """
         with self._transactions():
             returned = run()
-            if (
-                self._rest is not None
-            ):  # it finishes its response at once, for its bytes are what is kept
+            if self._rest is not None:
+                # Finished at once: the bytes of the response are stored.
                 returned = self._rest.finalize_response(self.seen, returned, **self.kwargs)
             response = returned_response(returned, self.view.name)
             if not getattr(response, "is_rendered", True):

@@ -145,7 +145,7 @@ class Look(table.Look):
                 self.stored = stored_record(identity, columns)
 
     def write(self, after: StoredRecord) -> None:
-        """Store this, if nobody else wrote since."""
+        """Store this, unless another session wrote since."""
         session, identity, values = self.session, self.identity, _values(self.session, after)
         if self.version is None:
             session.swap(
@@ -187,7 +187,7 @@ def claim_free_key(session: Session, identity: Identity, asked: Asked) -> Record
     """Claim a key that has no row, in one statement on PostgreSQL; else look at what is there."""
     dialect = session.dialect
     if dialect.vendor != "postgresql":
-        # Elsewhere a duplicate's INSERT would wait for whoever writes the row, on SQLite for whoever writes at all.
+        # Elsewhere a duplicate's INSERT would wait for a writer of the row, on SQLite for any writer.
         return Look(session, identity)
     rule, name = decide("claim", None, asked, 0), digest(identity)
     new = column_values(after(rule, None, asked, 0, 0))
