@@ -17,6 +17,7 @@ pytest.importorskip("django")
 from billiard.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 
+from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.protocol.claim import current_run
 from celery_idempotent.records import Identity, State
@@ -130,6 +131,26 @@ def test_one_in_the_statements_that_begin_and_end_it(
     monkeypatch.undo()
     assert struck
     till.agree("order")
+    till.clean("order")
+
+
+@pytest.mark.parametrize("till", ["mariadb"], indirect=True)
+def test_one_while_the_session_gets_its_own_time_out_back(
+    till: Till, monkeypatch: pytest.MonkeyPatch
+):
+    """What the server still sends must not be read as the answer to the next task's statement."""
+    real = Session.execute
+
+    def strike(session: Session, sql: str, params: Any = ()) -> int:
+        if "release_lock" not in sql:
+            return real(session, sql, params)
+        monkeypatch.undo()
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(Session, "execute", strike)
+    till.pay("order")
+    assert connections[till.alias].connection is None
+    assert till.agree("order")
     till.clean("order")
 
 

@@ -363,8 +363,10 @@ class ClaimTransaction:
                     f"SET SESSION {variable} = {known}, @celery_idempotent = release_lock(%s)",
                     (self._lock_name(),),
                 )
-        except Error:
-            drop(self._own)
+        except BaseException as error:
+            drop(self._own)  # the server may still answer
+            if not isinstance(error, Error):
+                raise
 
 
 @contextmanager
