@@ -43,7 +43,7 @@ from celery_idempotent.stores.redis.servers import (
     link_and_prefix,
     plain,
 )
-from celery_idempotent.stores.table import Look, StoredRecord
+from celery_idempotent.stores.table import Snapshot, StoredRecord
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +92,11 @@ class Cache:
         made = self._try(plain(b"SET", ticket, b"", b"PX", b"%d" % _TICKET_MS))
         return ticket if made else None
 
-    def fill(self, identity: Identity, ticket: bytes, look: Look) -> bool:
+    def fill(self, identity: Identity, ticket: bytes, snapshot: Snapshot) -> bool:
         """Cache the settled record of a look that came after the ticket; the entry ends before the record does."""
-        assert look.stored is not None
-        now_ms, record = look.now_us // 1000, look.stored.record
-        left_ms = look.stored.expires_ms - now_ms - _TICKET_MS
+        assert snapshot.stored is not None
+        now_ms, record = snapshot.now_us // 1000, snapshot.stored.record
+        left_ms = snapshot.stored.expires_ms - now_ms - _TICKET_MS
         age_ms = max(now_ms - record.updated_ms + left_ms, 0)
         entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(StoredRecord(record, 0), bytes(4))
         if left_ms <= 0 or len(entry) > _MAX_BYTES:
@@ -189,13 +189,13 @@ class CachingStore(Store):
         if ticket is None:
             return
         try:
-            look = self._at(identity, lambda look: look)
+            snapshot = self._at(identity, lambda snapshot: snapshot)
         except (StoreUnavailable, StoreMisconfigured):
             return  # what the caller came for is done
-        record = look.stored and look.stored.record
+        record = snapshot.stored and snapshot.stored.record
         # What a sweep failed its owner may still settle; what an operator settled is told with who and why.
         if record and record.state.settled and not (record.swept or record.settled_by_operator):
-            self.cache.fill(identity, ticket, look)
+            self.cache.fill(identity, ticket, snapshot)
 
     def close(self) -> None:
         """Close the connections of both."""

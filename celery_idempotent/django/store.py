@@ -39,7 +39,7 @@ from celery_idempotent.django.sql.rows import (
     EXPIRES,
     STATE,
     UNFINISHED,
-    Look,
+    RowSnapshot,
     claim_free_key,
     digest,
     settle_claim,
@@ -69,7 +69,7 @@ from celery_idempotent.stores.base import (
     write_cursor,
 )
 from celery_idempotent.stores.fields import LETTERS
-from celery_idempotent.stores.table import Asked, Verb
+from celery_idempotent.stores.table import Verb, VerbArguments
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -129,24 +129,24 @@ class DjangoStore(Store):
     # -- the verbs --
 
     @in_session
-    def _at(self, session: Session, identity: Identity, verb: Callable[[table.Look], T]) -> T:
-        return verb(Look(session, identity))
+    def _at(self, session: Session, identity: Identity, verb: Callable[[table.Snapshot], T]) -> T:
+        return verb(RowSnapshot(session, identity))
 
-    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
+    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
         """Claim or reserve a key: one INSERT where there is no row, or a look at the row."""
-        fields = asked.fields
-        if asked.attempt is None or len(asked.attempt) != ATTEMPT_BYTES:
+        fields = args.fields
+        if args.attempt is None or len(args.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         if fields["fingerprint"] is not None and len(fields["fingerprint"]) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
         # PostgreSQL knows no NUL, and a message may bring one.
         fields["task_id"] = fields["task_id"].replace("\0", "\ufffd")
         if verb == "reserve":
-            return super()._take_key(verb, identity, asked)
+            return super()._take_key(verb, identity, args)
 
         def work(session: Session) -> Taken:
-            found = claim_free_key(session, identity, asked)
-            return found if isinstance(found, Record) else self._take(verb, found, asked)
+            found = claim_free_key(session, identity, args)
+            return found if isinstance(found, Record) else self._take(verb, found, args)
 
         return self.connections.run(work)
 

@@ -29,7 +29,7 @@ def alias_in_use() -> str | None:
     if claim is None or claim.transaction is None:
         return None
     alias = claim.store.outbox_alias
-    if alias is not None and claim.transaction.has(connections[alias]):
+    if alias is not None and claim.transaction.is_other_connection(connections[alias]):
         raise IdempotencyError(
             "an idempotency_atomic task publishes with its transaction, which belongs to the thread of its body, and "
             "this is another thread: publish from the body"

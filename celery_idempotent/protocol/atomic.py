@@ -219,7 +219,7 @@ class _Attempt:
         if (
             self._transaction is None
             or run.repeats >= MAX_REPEATS
-            or not self._transaction.passes(error, at_end=at_end)
+            or not self._transaction.is_transient(error, at_end=at_end)
         ):
             raise error
         logger.info(

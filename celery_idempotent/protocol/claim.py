@@ -225,7 +225,7 @@ class Claim:
                     f"too little of the {STEPS_BYTES:,} bytes that a record keeps of all steps. Return less from "
                     "them: an id, instead of what it stands for."
                 )
-            with nullcontext() if self.transaction is None else self.transaction.outside():
+            with nullcontext() if self.transaction is None else self.transaction.read_only():
                 result = function(*args, **kwargs)
             done = self.codec.dump_step(name, result)
             # Tried for up to a lease: the next run repeats a step that was not written.

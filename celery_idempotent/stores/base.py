@@ -37,13 +37,13 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores.table import (
-    Asked,
-    Look,
+    Snapshot,
     Verb,
+    VerbArguments,
     after,
-    asked_to_settle,
-    brought,
     decide,
+    fields_from,
+    settle_arguments,
 )
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ class Transaction(Protocol):
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
         ...
 
-    def passes(self, error: Exception, *, at_end: bool) -> bool:
+    def is_transient(self, error: Exception, *, at_end: bool) -> bool:
         """Is it a lost session or, of the settle or the commit (``at_end``), a serialization failure or deadlock?"""
         ...
 
-    def has(self, connection: object) -> bool:
+    def is_other_connection(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""
         ...
 
-    def outside(self) -> AbstractContextManager[None]:
+    def read_only(self) -> AbstractContextManager[None]:
         """Refuse writes to the transaction's database: what happens in here outlives a rollback."""
         ...
 
@@ -135,7 +135,7 @@ class Store(ABC):
     # -- what a store says --
 
     @abstractmethod
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
         """Look at a key and do a verb with that; both again if somebody else wrote in between."""
 
     def _due(self, limit: int) -> Sequence[Identity]:
@@ -147,17 +147,19 @@ class Store(ABC):
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if no live claim holds it. A fingerprint that either side lacks is equal to any."""
         lease_ms, keep_ms = request.lease_ms, request.keep_ms
-        asked = Asked(brought(request), request.attempt, delay_ms=lease_ms, keep_ms=keep_ms)
-        answer = self._take_key("claim", request.identity, asked)
+        args = VerbArguments(
+            fields_from(request), request.attempt, delay_ms=lease_ms, keep_ms=keep_ms
+        )
+        answer = self._take_key("claim", request.identity, args)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is to be published under the task id of the record in the answer."""
         # Tells who reserves also where the record has another's task id.
         attempt = hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest()
-        delay_ms, fields = request.deadline_ms, {**brought(request), "reserved": True}
-        asked = Asked(fields, attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
-        answer = self._take_key("reserve", request.identity, asked)
+        delay_ms, fields = request.deadline_ms, {**fields_from(request), "reserved": True}
+        args = VerbArguments(fields, attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
+        answer = self._take_key("reserve", request.identity, args)
         return Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
@@ -167,7 +169,7 @@ class Store(ABC):
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, also if the record is gone or swept; ``False`` if the key has another token."""
         identity = request.record.identity
-        return self._ask("settle", identity, asked_to_settle(request))[0] == "settled"
+        return self._ask("settle", identity, settle_arguments(request))[0] == "settled"
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
@@ -176,40 +178,42 @@ class Store(ABC):
 
         Before a retry (``requeue_ms``) one that was reserved or has a message is QUEUED, any with steps INTERRUPTED.
         """
-        asked = Asked({"note": note}, token=token, delay_ms=requeue_ms)
-        return self._ask("release", identity, asked)[0] != "lost"
+        args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
+        return self._ask("release", identity, args)[0] != "lost"
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner of the PROCESSING record with this token; return it, INTERRUPTED now."""
-        return self._ask("interrupt", identity, Asked(token=token))[1]
+        return self._ask("interrupt", identity, VerbArguments(token=token))[1]
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add a step's first result to the claim with this token, swept or not; ``False`` if there is none."""
-        asked = Asked(token=token, step=(name, value))
-        return self._ask("checkpoint", identity, asked)[0] != "lost"
+        args = VerbArguments(token=token, step=(name, value))
+        return self._ask("checkpoint", identity, args)[0] != "lost"
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
-        asked = Asked({"delivered": True}, token=token)
-        return self._ask("mark_delivered", identity, asked)[0] == "marked"
+        args = VerbArguments({"delivered": True}, token=token)
+        return self._ask("mark_delivered", identity, args)[0] == "marked"
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
         """Make an INTERRUPTED or stale record with a message QUEUED, or the one with this ``token``."""
-        asked = Asked({"note": note}, b"", token=token, delay_ms=deadline_ms)
-        return self._ask("requeue", identity, asked)[1]
+        args = VerbArguments({"note": note}, b"", token=token, delay_ms=deadline_ms)
+        return self._ask("requeue", identity, args)[1]
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
         """Delete the record; with ``token`` or ``state`` only if it has that one. ``False`` if there was none."""
-        return self._ask("forget", identity, Asked(token=token, state=state))[0] == "forgotten"
+        return (
+            self._ask("forget", identity, VerbArguments(token=token, state=state))[0] == "forgotten"
+        )
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
-        look = self._at(identity, lambda look: look)
-        return None if look.stored is None else look.stored.record
+        snapshot = self._at(identity, lambda snapshot: snapshot)
+        return None if snapshot.stored is None else snapshot.stored.record
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt up to about ``limit`` records whose lease ran out; any number of sweeps may run at once.
@@ -227,16 +231,16 @@ class Store(ABC):
             more=len(found) > limit,
         )
 
-    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
+    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
         """Claim or reserve a key; return its record then, or why it cannot be had."""
-        return self._at(identity, lambda look: self._take(verb, look, asked))
+        return self._at(identity, lambda snapshot: self._take(verb, snapshot, args))
 
-    def _take(self, verb: Verb, look: Look, asked: Asked) -> Taken:
-        (answer, taken), now_ms = self._do(verb, look, asked), look.now_us // 1000
+    def _take(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Taken:
+        (answer, taken), now_ms = self._do(verb, snapshot, args), snapshot.now_us // 1000
         if taken is not None:
             return taken
-        assert look.stored is not None
-        old = look.stored.record
+        assert snapshot.stored is not None
+        old = snapshot.stored.record
         match answer:
             case "held":
                 return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
@@ -244,34 +248,36 @@ class Store(ABC):
                 return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
         return Mismatched(old)
 
-    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
+    def _ask(self, verb: Verb, identity: Identity, args: VerbArguments) -> Done:
         """Do what the table says about a key."""
-        return self._at(identity, lambda look: self._do(verb, look, asked))
+        return self._at(identity, lambda snapshot: self._do(verb, snapshot, args))
 
-    def _do(self, verb: Verb, look: Look, asked: Asked) -> Done:
-        now_ms = look.now_us // 1000
-        rule = decide(verb, look.stored, asked, now_ms)
+    def _do(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Done:
+        now_ms = snapshot.now_us // 1000
+        rule = decide(verb, snapshot.stored, args, now_ms)
         if rule.then == "deleted":
-            look.remove(forget=verb == "forget")
+            snapshot.remove(forget=verb == "forget")
         elif rule.then is not None:
-            written = after(rule, look.stored, asked, now_ms, max(look.highest + 1, look.now_us))
-            look.write(written)
+            written = after(
+                rule, snapshot.stored, args, now_ms, max(snapshot.highest + 1, snapshot.now_us)
+            )
+            snapshot.write(written)
             return rule.answer, written.record
         return rule.answer, None
 
     def _renew(self, each: Renewal) -> bool:
-        asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
-        return self._ask("renew", each.identity, asked)[0] == "renewed"
+        args = VerbArguments(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
+        return self._ask("renew", each.identity, args)[0] == "renewed"
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterable[Record | None]:
-        return [self._at(each, lambda look: self._sweep(look, requeue_ms)) for each in due]
+        return [self._at(each, lambda snapshot: self._sweep(snapshot, requeue_ms)) for each in due]
 
-    def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
+    def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
         """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done."""
-        requeues = 0 if look.stored is None else look.stored.requeues
+        requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
-        asked = Asked({"swept": True}, b"", delay_ms=delay_ms)
-        return self._do("sweep", look, asked)[1]
+        args = VerbArguments({"swept": True}, b"", delay_ms=delay_ms)
+        return self._do("sweep", snapshot, args)[1]
 
     # -- many records: what a store says, too --
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from celery_idempotent.records import Counted, Identity, Page, Record, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, Store, read_cursor, write_cursor
-from celery_idempotent.stores.table import Look, StoredRecord
+from celery_idempotent.stores.table import Snapshot, StoredRecord
 
 __all__ = ["MemoryStore"]
 
 T = TypeVar("T")
 
 
-class MemoryLook(Look):
+class MemorySnapshot(Snapshot):
     """What one look found; nobody writes before it is over."""
 
     def __init__(self, store: MemoryStore, stored: StoredRecord | None, now_us: int) -> None:
@@ -53,13 +53,13 @@ class MemoryStore(Store):
     def __repr__(self) -> str:
         return f"<MemoryStore: {len(self.records)} records>"
 
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
         with self._locked():
             now_us = self._clock()
             stored = self.records.get(identity)
             if stored is not None and stored.expires_ms <= now_us // 1000:
                 stored = None
-            return verb(MemoryLook(self, stored, now_us))
+            return verb(MemorySnapshot(self, stored, now_us))
 
     def now_ms(self) -> int:
         return self._clock() // 1000

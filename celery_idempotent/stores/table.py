@@ -84,7 +84,7 @@ class Rule(NamedTuple):
     found: tuple[State | None, ...]
     when: str
     answer: str
-    then: State | Literal["as asked", "deleted"] | None = None
+    then: State | Literal["as args", "deleted"] | None = None
     carried: tuple[str, ...] = ()
     crashes: int = 0
     attempts: int = 0
@@ -135,17 +135,17 @@ TABLE: tuple[Rule, ...] = (
     Rule("renew", (QUEUED, INTERRUPTED), "", "renewed", PROCESSING, RUN, life="anew"),
 
     # Flushed or evicted: what is carried is the claim's own record.
-    Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
+    Rule("settle", NONE, "may be restored", "settled", "as args", OUTCOME, life="anew"),
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
     # An operator who saw it fail knows better.
-    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
+    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as args", ENDED_BY_OPERATOR, life="anew"),
     # A run that a sweep gave up has come back.
-    Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as asked", OUTCOME, life="anew"),
+    Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as args", OUTCOME, life="anew"),
     Rule("settle", ENDS, "", "settled"),
     Rule("settle", LIVE, "another state", "lost"),
-    Rule("settle", LIVE, "by an operator", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
-    Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
+    Rule("settle", LIVE, "by an operator", "settled", "as args", ENDED_BY_OPERATOR, life="anew"),
+    Rule("settle", LIVE, "", "settled", "as args", OUTCOME, life="anew"),
 
     *_lost("release", INTERRUPTED, *ENDS),
     Rule("release", LEASED, "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
@@ -207,7 +207,7 @@ class StoredRecord(NamedTuple):
 
 
 @dataclass(slots=True, repr=False, eq=False)
-class Asked:
+class VerbArguments:
     """What a verb is asked for, with the ``fields`` that it brings for the record.
 
     ``delay_ms`` is the length of the lease, or how far away the deadline is. ``claim`` is the record that is to be
@@ -226,12 +226,12 @@ class Asked:
     claim: Record | None = None
 
 
-def asked_to_settle(request: SettleRequest) -> Asked:
+def settle_arguments(request: SettleRequest) -> VerbArguments:
     """Return what a settle asks for."""
     record, restore = request.record, request.restore
-    fields, keep_ms = brought(request), max(request.keep_ms, 1)
+    fields, keep_ms = fields_from(request), max(request.keep_ms, 1)
     state = None if restore else record.state
-    return Asked(
+    return VerbArguments(
         fields, b"", keep_ms=keep_ms, token=record.token, state=state, restore=restore, claim=record
     )
 
@@ -247,20 +247,20 @@ def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
 _SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
 
 
-def brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
+def fields_from(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
     """Return the fields that a request brings for the record."""
     names, read = _SHARED[type(request)]
     return dict(zip(names, read(request), strict=True))
 
 
-def _before_deadline(stored: StoredRecord, _: Asked, now_ms: int) -> bool:
+def _before_deadline(stored: StoredRecord, _: VerbArguments, now_ms: int) -> bool:
     """At the very millisecond of its deadline a lease is over."""
     deadline_ms = stored.record.deadline_ms
     return deadline_ms is not None and deadline_ms > now_ms
 
 
 #: Does a condition hold for what is stored, what is asked for, and now?
-_CONDITIONS: dict[str, Callable[[Any, Asked, int], bool]] = {
+_CONDITIONS: dict[str, Callable[[Any, VerbArguments, int], bool]] = {
     # One that is ``None`` is equal to any.
     "another fingerprint": lambda s, a, _: (
         len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
@@ -298,13 +298,13 @@ _CONDITIONS: dict[str, Callable[[Any, Asked, int], bool]] = {
 
 
 def after(
-    rule: Rule, stored: StoredRecord | None, asked: Asked, now_ms: int, token: int
+    rule: Rule, stored: StoredRecord | None, args: VerbArguments, now_ms: int, token: int
 ) -> StoredRecord:
     """Return what a rule stores next; ``token`` is what a new claim or reservation gets."""
-    old = asked.claim if stored is None else stored.record
-    fields: Fields = {**asked.fields, "attempts": rule.attempts, "updated_ms": now_ms}
-    delay_ms, carried = asked.delay_ms or 0, rule.carried
-    if rule.then != "as asked":
+    old = args.claim if stored is None else stored.record
+    fields: Fields = {**args.fields, "attempts": rule.attempts, "updated_ms": now_ms}
+    delay_ms, carried = args.delay_ms or 0, rule.carried
+    if rule.then != "as args":
         fields["state"] = rule.then
     # What is not carried over is made anew, if the next state has such a field.
     if rule.then in LEASED and "deadline_ms" not in carried:
@@ -317,20 +317,20 @@ def after(
         fields.update([(name, getattr(old, name)) for name in carried])
         fields["crashes"] += rule.crashes
         fields["attempts"] += rule.attempts
-        if asked.step is not None:
-            fields["steps"] = (*old.steps, asked.step)
+        if args.step is not None:
+            fields["steps"] = (*old.steps, args.step)
     if "token" not in carried:
         fields["token"] = token
         # None stands for any: what a caller does not say stays known from the caller before.
         if fields["fingerprint"] is None:
-            fields["fingerprint"] = asked.fields.get("fingerprint")
+            fields["fingerprint"] = args.fields.get("fingerprint")
     record = Record(**fields)
-    expires_ms = now_ms + delay_ms + asked.keep_ms
+    expires_ms = now_ms + delay_ms + args.keep_ms
     if stored is None:
-        return StoredRecord(record, expires_ms, asked.attempt or b"")
+        return StoredRecord(record, expires_ms, args.attempt or b"")
     if rule.life != "anew":
         expires_ms = stored.expires_ms + (delay_ms if rule.life == "longer" else 0)
-    attempt = stored.attempt if asked.attempt is None else asked.attempt
+    attempt = stored.attempt if args.attempt is None else args.attempt
     requeues = int(rule.verb in ("requeue", "sweep") and rule.then is State.QUEUED)
     return StoredRecord(record, expires_ms, attempt, stored.requeues + requeues)
 
@@ -341,15 +341,15 @@ for _rule in TABLE:
         _RULES.setdefault((_rule.verb, _state), []).append(_rule)
 
 
-def decide(verb: Verb, stored: StoredRecord | None, asked: Asked, now_ms: int) -> Rule:
+def decide(verb: Verb, stored: StoredRecord | None, args: VerbArguments, now_ms: int) -> Rule:
     """Return the first rule of the verb that holds."""
     for rule in _RULES[verb, None if stored is None else stored.record.state]:
-        if not rule.when or _CONDITIONS[rule.when](stored, asked, now_ms):
+        if not rule.when or _CONDITIONS[rule.when](stored, args, now_ms):
             return rule
     raise AssertionError(f"the table has no rule for {verb} {stored}")
 
 
-class Look(ABC):
+class Snapshot(ABC):
     """What one look found: what is ``stored`` unless it has expired, the store's time, the largest token known."""
 
     stored: StoredRecord | None

@@ -28,7 +28,7 @@ pytest.importorskip("django")
 from django.db import connections
 
 from celery_idempotent.django import store as django_store
-from celery_idempotent.django.sql.rows import Look
+from celery_idempotent.django.sql.rows import RowSnapshot
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
@@ -138,17 +138,17 @@ def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
 ):
     record = claimed(store, lease_ms=1)
     wait_for(lambda: store.stats().stale, what="the end of its lease")
-    write, renewed = Look.write, []
+    write, renewed = RowSnapshot.write, []
 
-    def overtaken(row: Look, after: Any) -> None:
-        monkeypatch.setattr(Look, "write", write)
+    def overtaken(row: RowSnapshot, after: Any) -> None:
+        monkeypatch.setattr(RowSnapshot, "write", write)
         lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=HOUR)
         thread = threading.Thread(target=lambda: renewed.extend(store.renew([lease])))
         thread.start()
         thread.join()
         write(row, after)
 
-    monkeypatch.setattr(Look, "write", overtaken)
+    monkeypatch.setattr(RowSnapshot, "write", overtaken)
     asked: dict[str, Any] = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": HOUR}
     answer = store.claim(ClaimRequest(identity=KEY, **asked))
     assert (renewed, type(answer)) == ([True], Held)

@@ -14,7 +14,7 @@ from celery_idempotent.django.hybrid import Cache, CachingStore
 from celery_idempotent.records import Identity
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.servers import Command, Link
-from celery_idempotent.stores.table import Look
+from celery_idempotent.stores.table import Snapshot
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class CountedMemory(MemoryStore):
 
     asked = 0
 
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
         self.asked += 1
         return super()._at(identity, verb)
 

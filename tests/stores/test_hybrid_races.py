@@ -41,7 +41,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.redis.format import Keyspace
-from celery_idempotent.stores.table import Look
+from celery_idempotent.stores.table import Snapshot
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, MemoryHybrid
 from tests.support.tiers import examples, run_until_seen
@@ -119,7 +119,7 @@ class WatchedStore(MemoryHybrid):
         for verb in ("look", "ticket", "fill", "bury"):
             setattr(cache, verb, self._watched(verb, getattr(cache, verb)))
 
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
         call = getattr(Call.current, "call", None)
         if call is not None:  # not the machine itself
             call.stop()

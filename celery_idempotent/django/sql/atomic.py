@@ -120,11 +120,11 @@ class ClaimTransaction:
         #: What the session had for its time-out (MariaDB, MySQL).
         self._timeout: tuple[str, int] | None = None
 
-    def has(self, connection: object) -> bool:
+    def is_other_connection(self, connection: object) -> bool:
         """Is this the connection of another thread?"""
         return connection is not self._own
 
-    def passes(self, error: Exception, *, at_end: bool) -> bool:
+    def is_transient(self, error: Exception, *, at_end: bool) -> bool:
         """Is this the loss of the session or, at the end, a serialization failure or a deadlock?"""
         if not isinstance(error, Error):
             return False
@@ -133,7 +133,7 @@ class ClaimTransaction:
         return at_end and kind(error, self._own.vendor) in ("conflict", "lost")
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
+    def read_only(self) -> Iterator[None]:
         """Refuse statements that write, for the length of a step: what it did stays when the run is rolled back.
 
         By the database itself; MariaDB and MySQL have nothing of the kind within a transaction.

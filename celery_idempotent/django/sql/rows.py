@@ -18,7 +18,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import WITHOUT_VALUE, Identity, Record, SettleRequest, State
 from celery_idempotent.stores import table
 from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
-from celery_idempotent.stores.table import Asked, StoredRecord, after, decide
+from celery_idempotent.stores.table import StoredRecord, VerbArguments, after, decide
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
     return StoredRecord(record, expires_ms, attempt, requeues)
 
 
-class Look(table.Look):
+class RowSnapshot(table.Snapshot):
     """What one look found, within a session; a released or expired row is none, but for its token."""
 
     def __init__(self, session: Session, identity: Identity, row: Sequence[Any] = ()) -> None:
@@ -183,21 +183,23 @@ class Look(table.Look):
         )
 
 
-def claim_free_key(session: Session, identity: Identity, asked: Asked) -> Record | Look:
+def claim_free_key(
+    session: Session, identity: Identity, args: VerbArguments
+) -> Record | RowSnapshot:
     """Claim a key that has no row, in one statement on PostgreSQL; else look at what is there."""
     dialect = session.dialect
     if dialect.vendor != "postgresql":
         # Elsewhere a duplicate's INSERT would wait for a writer of the row, on SQLite for any writer.
-        return Look(session, identity)
-    rule, name = decide("claim", None, asked, 0), digest(identity)
-    new = column_values(after(rule, None, asked, 0, 0))
+        return RowSnapshot(session, identity)
+    rule, name = decide("claim", None, args, 0), digest(identity)
+    new = column_values(after(rule, None, args, 0, 0))
     values = (identity.namespace, identity.scope, identity.key, new[EXPIRES], *new)
     ((token, now_ms, *row),) = session.rows(
         _claim_statement(dialect.now_us), (name, *values, name, name)
     )
     if token is not None:
-        return after(rule, None, asked, now_ms, token).record
-    return Look(session, identity, row)
+        return after(rule, None, args, now_ms, token).record
+    return RowSnapshot(session, identity, row)
 
 
 def settle_claim(session: Session, request: SettleRequest, *, atomic: bool = False) -> bool:
@@ -206,8 +208,8 @@ def settle_claim(session: Session, request: SettleRequest, *, atomic: bool = Fal
     It is the only settle of an ``atomic`` run: however long ago its claim was, and whatever a sweep made of the record.
     """
     dialect, record, keep_ms = session.dialect, request.record, max(request.keep_ms, 1)
-    asked, before = table.asked_to_settle(request), StoredRecord(record, 0)
-    settled = after(decide("settle", before, asked, 0), before, asked, 0, record.token)
+    args, before = table.settle_arguments(request), StoredRecord(record, 0)
+    settled = after(decide("settle", before, args, 0), before, args, 0, record.token)
     letter, *_, data, value = _values(session, settled)
     now_ms = dialect.now_ms
     where = OPEN if atomic else f"state = 'P' AND expires_ms > {now_ms}"

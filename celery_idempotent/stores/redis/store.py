@@ -30,7 +30,7 @@ from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
 from celery_idempotent.stores.redis.browse import Search
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs, plain
-from celery_idempotent.stores.table import Asked, Look, StoredRecord, Verb, brought
+from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb, VerbArguments, fields_from
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -84,17 +84,19 @@ class RedisStore(Store):
 
     # -- the verbs of a run --
 
-    def _take_key(self, verb: Verb, identity: Identity, asked: Asked) -> Taken:
+    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
         state, attempts = (_PROCESSING, 1) if verb == "claim" else (_QUEUED, 0)
-        lease_ms = asked.delay_ms or 0
-        tail = layout.pack_tail(asked.fields, attempt=asked.attempt or b"")
-        times = b"%d" % lease_ms, b"%d" % (lease_ms + asked.keep_ms)
+        lease_ms = args.delay_ms or 0
+        tail = layout.pack_tail(args.fields, attempt=args.attempt or b"")
+        times = b"%d" % lease_ms, b"%d" % (lease_ms + args.keep_ms)
         keys = self._keys.of_record(identity)
         call = _CLAIM.call(keys[:2], *times, layout.STARTS[state], b"%d" % attempts, tail)
         (found,) = exchange(self._link, (call,))
         if not isinstance(found, bytes):
-            return self._at(identity, lambda look: self._take(verb, look, asked), found, keys)
+            return self._at(
+                identity, lambda snapshot: self._take(verb, snapshot, args), found, keys
+            )
         token, now_ms = _STAMP.unpack(found)
         return Record(
             state=state,
@@ -103,7 +105,7 @@ class RedisStore(Store):
             updated_ms=now_ms,
             deadline_ms=now_ms + lease_ms,
             attempts=attempts,
-            **asked.fields,
+            **args.fields,
         )
 
     def settle(self, request: SettleRequest) -> bool:
@@ -124,7 +126,7 @@ class RedisStore(Store):
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
-            fields = brought(request)
+            fields = fields_from(request)
             fields.update(zip(_CARRIED, _carried_by(record), strict=True))
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
             life = b"%d" % max(request.keep_ms, 1)
@@ -162,8 +164,8 @@ class RedisStore(Store):
         (found,) = self._exchange(_END.call(keys, layout.pack_own(token)))
         if isinstance(found, bytes):
             return True
-        asked = Asked({"note": note}, token=token, delay_ms=requeue_ms)
-        done, _ = self._at(identity, lambda look: self._do("release", look, asked), found)
+        args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
+        done, _ = self._at(identity, lambda snapshot: self._do("release", snapshot, args), found)
         return done != "lost"
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
@@ -179,7 +181,7 @@ class RedisStore(Store):
     def _at(
         self,
         identity: Identity,
-        verb: Callable[[Look], T],
+        verb: Callable[[Snapshot], T],
         found: Reply = None,
         keys: Sequence[bytes] = (),
     ) -> T:
@@ -188,9 +190,9 @@ class RedisStore(Store):
         while True:
             if found is None:
                 (found,) = self._exchange(_CLAIM.call(keys[:1]))
-            look = RedisLook(identity, keys, found, highest)
-            result = verb(look)
-            (written,) = self._exchange(look.swap) if look.swap else (1,)
+            snapshot = RedisSnapshot(identity, keys, found, highest)
+            result = verb(snapshot)
+            (written,) = self._exchange(snapshot.swap) if snapshot.swap else (1,)
             if written == 1:
                 return result
             found, highest = None, int(written)
@@ -204,18 +206,18 @@ class RedisStore(Store):
         return [self._keys.identity(name) for _, name, _ in self._due_in(layout.LEASES, limit)]
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterator[Record | None]:
-        """Decide about some records at a time, with two trips: one to look, one to write."""
+        """Decide about some records at a time, with two trips: one to snapshot, one to write."""
         for at in range(0, len(due), _PER_TRIP):
             named = [(each, self._keys.of_record(each)) for each in due[at : at + _PER_TRIP]]
             answers = self._exchange(*[_CLAIM.call(keys[:1]) for _, keys in named])
             swept, swaps = [], []
             for each, answer in zip(named, answers, strict=True):
                 try:
-                    look = RedisLook(*each, answer)
+                    snapshot = RedisSnapshot(*each, answer)
                 except StoreMisconfigured:
                     continue  # left to the newer version that wrote it
-                swept.append(self._sweep(look, requeue_ms))
-                swaps.append(look.swap or look.mend())
+                swept.append(self._sweep(snapshot, requeue_ms))
+                swaps.append(snapshot.swap or snapshot.mend())
             # Whoever wrote meanwhile knows better, or the next sweep finds it.
             for record, written in zip(swept, self._exchange(*swaps), strict=True):
                 yield record if written == 1 else None
@@ -301,7 +303,7 @@ class RedisStore(Store):
         return [servers.facts_of(self._link, node) for node in self._link.nodes()]
 
     def missing_rights(self) -> Sequence[str]:
-        # Redis 6 cannot be asked. In a Cluster each server has its own users: some buckets of most of them.
+        # Redis 6 cannot be args. In a Cluster each server has its own users: some buckets of most of them.
         names = self._keys.index(layout.LEASES)[::8]
         missing = self._exchange(*[servers.SCRIPTS["rights"].call((name,)) for name in names])
         return sorted({each.decode() for some in missing for each in some})
@@ -310,7 +312,7 @@ class RedisStore(Store):
         self._link.close()
 
 
-class RedisLook(Look):
+class RedisSnapshot(Snapshot):
     """What one look found; its ``swap`` writes what a verb makes of it, unless somebody else wrote since."""
 
     swap: Command | None = None
