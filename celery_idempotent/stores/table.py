@@ -84,7 +84,7 @@ class Rule(NamedTuple):
     found: tuple[State | None, ...]
     when: str
     answer: str
-    then: State | Literal["as args", "deleted"] | None = None
+    then: State | Literal["as asked", "deleted"] | None = None
     carried: tuple[str, ...] = ()
     crashes: int = 0
     attempts: int = 0
@@ -135,17 +135,17 @@ TABLE: tuple[Rule, ...] = (
     Rule("renew", (QUEUED, INTERRUPTED), "", "renewed", PROCESSING, RUN, life="anew"),
 
     # Flushed or evicted: what is carried is the claim's own record.
-    Rule("settle", NONE, "may be restored", "settled", "as args", OUTCOME, life="anew"),
+    Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
     # An operator who saw it fail knows better.
-    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as args", ENDED_BY_OPERATOR, life="anew"),
+    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
     # A run that a sweep gave up has come back.
-    Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as args", OUTCOME, life="anew"),
+    Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", ENDS, "", "settled"),
     Rule("settle", LIVE, "another state", "lost"),
-    Rule("settle", LIVE, "by an operator", "settled", "as args", ENDED_BY_OPERATOR, life="anew"),
-    Rule("settle", LIVE, "", "settled", "as args", OUTCOME, life="anew"),
+    Rule("settle", LIVE, "by an operator", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
+    Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
 
     *_lost("release", INTERRUPTED, *ENDS),
     Rule("release", LEASED, "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
@@ -304,7 +304,7 @@ def after(
     old = args.claim if stored is None else stored.record
     fields: Fields = {**args.fields, "attempts": rule.attempts, "updated_ms": now_ms}
     delay_ms, carried = args.delay_ms or 0, rule.carried
-    if rule.then != "as args":
+    if rule.then != "as asked":
         fields["state"] = rule.then
     # What is not carried over is made anew, if the next state has such a field.
     if rule.then in LEASED and "deadline_ms" not in carried:
