@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,20 +31,16 @@ from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 from celery.backends.base import BaseKeyValueStoreBackend
-from celery.canvas import maybe_signature
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from celery.utils.functional import maybe_list
 from kombu.exceptions import SerializationError, SerializerNotInstalled
 
 from celery_idempotent.celery import republish
-from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
-from celery_idempotent.celery.typed import AnyTask, Sig
+from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
 from celery_idempotent.records import State
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
-    from celery import Celery
     from celery.app.task import Context
 
     from celery_idempotent.celery.typed import AnyBackend
@@ -169,26 +163,6 @@ def _mark(pending: PendingCallbacks, task: AnyTask, state: State) -> None:
             identity,
             error,
         )
-
-
-def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
-    """Return ``links`` with task ids made from the parent's id where they have none.
-
-    Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
-    the same id both times.
-    """
-
-    def with_id(task: AnySignature, place: Place) -> AnySignature:
-        options = task.get("options") or {}
-        path = "/".join(map(str, (parent_id, kind, *place)))
-        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
-        return {**task, "options": {**options, "task_id": task_id}}
-
-    derived = [
-        maybe_signature(with_tasks(link, with_id, (index,)), app=app)
-        for index, link in enumerate(maybe_list(links) or [])
-    ]
-    return derived or links
 
 
 # -- when they cannot be sent ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from celery.canvas import Signature
 from celery.result import ResultBase
 
-from celery_idempotent.celery.models import with_dumped_models
+from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.claim import STEP_BYTES

@@ -12,20 +12,22 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
+import celery.app.base
 from celery import Task
 
 from celery_idempotent.celery.codec import TaskCodec
-from celery_idempotent.celery.models import validation_of
 from celery_idempotent.celery.typed import AnyTask, TaskBase
 from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
 from celery_idempotent.events import Reporter
-from celery_idempotent.keys.rules import Identifier
+from celery_idempotent.keys.rules import Identifier, Validate
 from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol.options import Policy, read_task_options, refuse_unknown_settings
 from celery_idempotent.settings import own_settings
@@ -163,6 +165,45 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     if not observed:
         raise refused
     logger.warning("idempotency: observed: a task would have been refused: %s", refused)
+
+
+# -- models of Pydantic among the arguments ---------------------------------------------------------------------------
+
+
+def validation_of(task: type[AnyTask]) -> Validate | None:
+    """Return what validates the models among the arguments of a task, ``None`` if Celery validates nothing for it."""
+    run = inspect.getattr_static(task, "run")
+    run = getattr(run, "__func__", run)
+    # The only function of this module that a task runs as is the wrapper that validates.
+    if getattr(run, "__globals__", None) is not vars(celery.app.base):
+        return None
+    body = inspect.unwrap(run)
+    try:  # as Celery reads them
+        hints = typing.get_type_hints(body)
+    except (NameError, AttributeError, TypeError):
+        hints = {n: each.annotation for n, each in inspect.signature(body).parameters.items()}
+    models = {name: model for name, hint in hints.items() if (model := _model_of(hint))}
+
+    def validate(given: Mapping[str, object]) -> Mapping[str, object]:
+        try:
+            return {
+                name: models[name].model_validate(value)
+                if name in models and value is not None
+                else value
+                for name, value in given.items()
+            }
+        except Exception:  # noqa: BLE001  a validator of the model's own may raise anything
+            return given  # the task will raise it
+
+    return validate if models else None
+
+
+def _model_of(hint: Any) -> Any:
+    """Return the model of an annotation ``Order`` or ``Order | None``; ``None`` for any other."""
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        kinds = [each for each in typing.get_args(hint) if each is not type(None)]
+        hint = kinds[0] if len(kinds) == 1 else None
+    return hint if isinstance(hint, type) and hasattr(hint, "model_validate") else None
 
 
 # -- which tasks there are ---------------------------------------------------------------------------------------------

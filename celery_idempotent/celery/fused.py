@@ -13,10 +13,8 @@ The bytes are those that Celery writes, except that ``date_done`` is always in U
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from datetime import datetime, timezone
-from types import FunctionType
 from typing import TYPE_CHECKING
 
 from celery.app import trace
@@ -27,26 +25,6 @@ from celery_idempotent.serializers import JSON, encode_json, is_kombus_json
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyBackend, AnyRequest, AnyTask
     from celery_idempotent.stores.base import Store
-
-#: The methods of a backend that are bypassed. Where one of them is replaced, Celery stores the result.
-_BYPASSED = (
-    "mark_as_done",
-    "store_result",
-    "_store_result",
-    "_get_result_meta",
-    "_get_task_meta_for",
-    "_set_with_state",
-    "_set",
-    "ensure",
-    "_ensure_retryable",
-    "encode_result",
-    "encode",
-    "decode_result",
-    "get",
-    "set",
-)
-
-_CELERYS = {"celery.backends.base", "celery.backends.redis"}
 
 #: Does Celery's tracer leave the result of a request alone? (Celery < 5.7 asks the task only.)
 _is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ignore_result)
@@ -113,22 +91,13 @@ def _payload(request: AnyRequest, value: Stored) -> bytes:
 
 
 def _is_plain(backend: AnyBackend) -> bool:
-    """Is this Celery's own backend, in which nothing is replaced, and which writes plain JSON?"""
+    """Is this Celery's own backend, on the client that it makes, which writes plain JSON?"""
     kind = type(backend)
-    if (kind.__module__, kind.__name__) != ("celery.backends.redis", "RedisBackend"):
-        return False
-    for name in _BYPASSED:
-        method = inspect.getattr_static(kind, name)
-        if name in vars(backend) or not isinstance(method, FunctionType):
-            return False
-        # Its globals: a wrapper says that it is of the module of what it wraps.
-        if method.__globals__["__name__"] not in _CELERYS:
-            return False
-    if (
-        backend.serializer != "json"
-        or not is_kombus_json()
-        or getattr(backend, "compression", None)
-    ):
-        return False
-    is_extended = backend.app.conf.find_value_for_key("extended", "result")
-    return not is_extended and type(backend.client).__module__ == "redis.client"
+    return (
+        (kind.__module__, kind.__name__) == ("celery.backends.redis", "RedisBackend")
+        and type(backend.client).__module__ == "redis.client"
+        and backend.serializer == "json"
+        and is_kombus_json()
+        and not getattr(backend, "compression", None)
+        and not backend.app.conf.find_value_for_key("extended", "result")
+    )

@@ -27,9 +27,8 @@ from celery.exceptions import Reject
 from celery.utils import uuid
 
 from celery_idempotent import signals
-from celery_idempotent.celery import callbacks
+from celery_idempotent.celery.canvas import AnySignature, Place, derive_ids, with_tasks
 from celery_idempotent.celery.definition import DefinedTask, Definition, may_guard
-from celery_idempotent.celery.trees import AnySignature, Place, with_tasks
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.events import Line
@@ -175,7 +174,7 @@ def give_ids_to_callbacks(app: Celery, options: Options) -> None:
     for kind in ("link", "link_error"):
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
-            options[kind] = callbacks.derive_ids(app, options[kind], options["task_id"], kind)
+            options[kind] = derive_ids(app, options[kind], options["task_id"], kind)
 
 
 # -- sent later: the outbox --------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
 from celery_idempotent.celery import callbacks, installation, publishing
+from celery_idempotent.celery.canvas import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.celery.definition import DefinedTask, Definition, define, is_celerys_own
 from celery_idempotent.celery.delivery import Delivery, deliver, delivery_of, next_after_ours
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
-from celery_idempotent.celery.trees import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.celery.typed import Result, Sig
 from celery_idempotent.errors import (
     FingerprintMismatch,

@@ -34,8 +34,8 @@ from django.db.models import F, QuerySet
 from kombu import pools
 from kombu.exceptions import OperationalError
 
+from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.definition import DefinedTask, is_celerys_own
-from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.publishing import (
     DeferredCall,
     give_ids_to_callbacks,

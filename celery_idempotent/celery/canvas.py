@@ -1,4 +1,4 @@
-"""The one walk over the tasks of a canvas; ids are made from the place of each, the way to it from the root.
+"""The tasks of a canvas: the one walk over them, and the changes that it makes.
 
 ::
 
@@ -7,11 +7,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from celery.canvas import maybe_signature
+from celery.utils.functional import maybe_list
+
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.keys.stamp import STAMP_HEADER, as_mapping, stamp_of
 
+if TYPE_CHECKING:
+    from celery import Celery
+
+#: The way from the root of a canvas to one of its tasks.
 Place = tuple[int | str, ...]
 #: A signature: ``dict``, what JSON made of one, or one of Celery's classes.
 AnySignature = Mapping[str, Any]
@@ -76,3 +85,38 @@ def unstamp(signature: object, task_id: str | None) -> None:
         if isinstance(task, dict) and stamp_of(headers, task_id) is not None:
             del headers[STAMP_HEADER]
             task["options"] = {**options, "headers": headers}
+
+
+def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
+    """Return ``links`` with task ids made from the parent's id where they have none.
+
+    Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
+    the same id both times.
+    """
+
+    def with_id(task: AnySignature, place: Place) -> AnySignature:
+        options = task.get("options") or {}
+        path = "/".join(map(str, (parent_id, kind, *place)))
+        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
+        return {**task, "options": {**options, "task_id": task_id}}
+
+    derived = [
+        maybe_signature(with_tasks(link, with_id, (index,)), app=app)
+        for index, link in enumerate(maybe_list(links) or [])
+    ]
+    return derived or links
+
+
+def with_dumped_models(app: Celery, signature: AnySignature) -> AnySignature:
+    """Return a call, or a copy of a canvas, with the arguments that its messages will carry."""
+
+    def change(task: AnySignature, _: Place) -> AnySignature:
+        # Celery < 5.7 sends models as they are.
+        dump = getattr(app.tasks.get(str(task.get("task"))), "_dump_pydantic_arguments", None)
+        if dump is None:
+            return task
+        args, kwargs = dump(task.get("args"), task.get("kwargs"))
+        return {**task, "args": args, "kwargs": kwargs}
+
+    changed: AnySignature = with_tasks(signature, change)
+    return changed
