@@ -26,7 +26,6 @@ import logging
 import time
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from kombu.exceptions import SerializationError, SerializerNotInstalled
 
 from celery_idempotent.celery import republish
+from celery_idempotent.celery.republish import DeliveredRun
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
 from celery_idempotent.records import State
@@ -65,11 +65,6 @@ def brings_callbacks(request: Context) -> bool:
     return bool(request.callbacks or request.errbacks or request.chain or request.chord)
 
 
-def drop_callbacks(request: Context) -> None:
-    """Let Celery send nothing for this request: all of it was sent before."""
-    request.callbacks = request.errbacks = request.chain = request.chord = None
-
-
 def chord_is_claimed(task: AnyTask, request: Context) -> bool:
     """Is there a process, living or dead, that claimed the chord of this part, to publish its body or to fail it?
 
@@ -88,52 +83,26 @@ def chord_is_claimed(task: AnyTask, request: Context) -> bool:
     return claim not in (None, b"done")
 
 
-@dataclass(slots=True, kw_only=True)
-class PendingCallbacks:
-    """The record of a delivery is settled as ``state``, and Celery has still to send its callbacks.
-
-    ``token`` is that of the record to mark, ``None`` where this delivery did not settle it. Until ``give_up``
-    (monotonic) the record will surely be there to answer, should the message come back; ``chain`` is the one that it
-    came with: the tracer of Celery < 5.7 takes its last step out.
-    """
-
-    run: republish.DeliveredRun
-    task_id: str
-    state: State
-    token: int | None
-    give_up: float
-    chain: list[object]
-
-
-#: Those of the delivery that was settled last. Not on its request: the tracer reports errors also when it has put that
-#: away.
-current_pending: ContextVar[PendingCallbacks | None] = ContextVar(
-    "idempotency_pending", default=None
-)
+#: The delivery that was settled last in this context, until Celery reports the end of its task. Not on its request: the
+#: tracer reports errors also when it has put that away.
+settled_run: ContextVar[DeliveredRun | None] = ContextVar("idempotency_settled_run", default=None)
 
 
 def expect_callbacks(
-    run: republish.DeliveredRun, state: State, token: int | None, *, age_ms: int
+    run: DeliveredRun, state: State, token: int | None, *, age_ms: int = 0
 ) -> None:
-    """Remember that a record, settled so long ago, is to be marked when Celery is done with this delivery."""
-    request = run.request
-    # An eager call has no message.
-    left_ms = 0 if request.is_eager else run.policy.settled_keep_ms // 2 - age_ms
-    pending = PendingCallbacks(
-        run=run,
-        task_id=str(request.id),
-        state=state,
-        token=token,
-        give_up=time.monotonic() + left_ms / 1000,
-        chain=list(request.chain or ()),
-    )
-    current_pending.set(pending)
+    """Have a record, settled so long ago, marked when Celery is done with this delivery."""
+    # An eager call has no message that could come back.
+    left_ms = 0 if run.request.is_eager else run.policy.settled_keep_ms // 2 - age_ms
+    run.ended_as, run.mark_token = state, token
+    run.comes_back_until = time.monotonic() + left_ms / 1000
+    run.chain = list(run.request.chain or ()) or None
+    settled_run.set(run)
 
 
 def mark_success(sender: AnyTask, **_: object) -> None:
     """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    if (pending := current_pending.get()) is not None:
-        _mark(pending, sender, State.COMPLETED)
+    _mark(sender, State.COMPLETED)
 
 
 def mark_failure(sender: AnyTask, **_: object) -> None:
@@ -142,25 +111,24 @@ def mark_failure(sender: AnyTask, **_: object) -> None:
     Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
     and stays undelivered.
     """
-    if (pending := current_pending.get()) is not None:
-        _mark(pending, sender, State.FAILED)
+    _mark(sender, State.FAILED)
 
 
-def _mark(pending: PendingCallbacks, task: AnyTask, state: State) -> None:
+def _mark(task: AnyTask, state: State) -> None:
     """Mark the record as delivered; if that fails, its callbacks may be sent once more."""
-    if pending.task_id != task.request.id or pending.state is not state:
+    run = settled_run.get()
+    if run is None or run.task_id != task.request.id or run.ended_as is not state:
         return
-    current_pending.set(None)
-    if pending.token is None:
+    settled_run.set(None)
+    if run.mark_token is None:
         return
-    identity = pending.run.identity
     try:
-        get_store(task.app).mark_delivered(identity, token=pending.token)
+        get_store(task.app).mark_delivered(run.identity, token=run.mark_token)
     except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
         logger.warning(
             "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
             "come back, they are sent again, under the same ids: %s",
-            identity,
+            run.identity,
             error,
         )
 
@@ -171,8 +139,8 @@ def _mark(pending: PendingCallbacks, task: AnyTask, state: State) -> None:
 class BackendAfterSettle:
     """Stands for a task's result backend from the settle to the end of the delivery."""
 
-    def __init__(self, backend: AnyBackend, pending: PendingCallbacks) -> None:
-        self._backend, self._pending = backend, pending
+    def __init__(self, backend: AnyBackend, run: DeliveredRun) -> None:
+        self._backend, self._run = backend, run
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
@@ -181,36 +149,29 @@ class BackendAfterSettle:
         self, task_id: str, exc: BaseException, *args: object, **options: object
     ) -> object:
         """Fail the task, unless its body succeeded and its callbacks can be sent later."""
-        pending = self._pending
-        ours, failed = task_id == pending.task_id, pending.state is State.FAILED
-        if ours and not failed and _comes_back(pending, exc, exc):
+        ours, failed = task_id == self._run.task_id, self._run.ended_as is State.FAILED
+        if ours and not failed and _comes_back(self._run, exc, exc):
             return None
         try:
             return self._backend.mark_as_failure(task_id, exc, *args, **options)
         except Exception as trouble:  # its errbacks, or its part of a chord
-            if ours and failed and _comes_back(pending, exc, trouble):
+            if ours and failed and _comes_back(self._run, exc, trouble):
                 return None
             raise
 
 
-def _comes_back(
-    pending: PendingCallbacks, ended_with: BaseException, trouble: BaseException
-) -> bool:
+def _comes_back(run: DeliveredRun, ended_with: BaseException, trouble: BaseException) -> bool:
     """Have the message come back, if this trouble may pass; ``False`` if it does not."""
-    task, reason = pending.run.task, type(trouble).__name__
-    may_pass = time.monotonic() <= pending.give_up and is_transient(trouble)
-    published = may_pass and republish.come_back(pending.run, pending.chain)
-    if not published and not (may_pass and task.acks_late):
+    reason = type(trouble).__name__
+    may_pass = time.monotonic() <= run.comes_back_until and is_transient(trouble)
+    published = may_pass and republish.come_back(run)
+    if not published and not (may_pass and run.task.acks_late):
         line = "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s"
-        logger.critical(line, task.name, pending.task_id, reason)
+        logger.critical(line, run.task.name, run.task_id, reason)
         return False
-    current_pending.set(None)
-    logger.error(
-        "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back",
-        task.name,
-        pending.task_id,
-        reason,
-    )
+    settled_run.set(None)
+    line = "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back"
+    logger.error(line, run.task.name, run.task_id, reason)
     setattr(ended_with, OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
     if not published:
         with suppress(SoftTimeLimitExceeded):

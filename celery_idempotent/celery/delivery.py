@@ -82,6 +82,10 @@ class Delivery(Run):
 
     control = (Ignore, Reject, Retry)
     reached_run = False
+    ended_as: State | None = None
+    mark_token: int | None = None
+    comes_back_until = 0.0
+    chain: list[object] | None = None
 
     def __init__(
         self, task: DefinedTask, definition: Definition, request: Any, args: Args, kwargs: Kwargs
@@ -107,14 +111,8 @@ class Delivery(Run):
 
     def _as_message(self) -> bytes | None:
         """Return this message as a sweep would publish it again."""
-        again = self.task.signature_from_request(
-            self.request,
-            retries=self.request.retries,
-            # As a republished message: the operation has begun in time.
-            expires=None,
-            add_to_parent=False,
-            **republish.as_published(self.request),
-        )
+        # As for a redelivery, its expiry no longer applies: the operation has begun in time.
+        again = republish.as_published(self.task, self.request, expires=None)
         return self.definition.codec.dump_message(again)
 
     # -- the hooks of a run --------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ class Delivery(Run):
     def settled(self, state: EndState) -> None:
         """Have the record marked once Celery has sent the callbacks of this message."""
         if self.policy.mode == "enforce":
-            callbacks.expect_callbacks(self, state, self.record.token, age_ms=0)
+            callbacks.expect_callbacks(self, state, self.record.token)
 
     def is_over_time(self) -> bool:
         """Does the hard time limit of this delivery end the process? It comes as SIGTERM, a moment before SIGKILL."""
@@ -178,7 +176,7 @@ class Delivery(Run):
         """
         request, own = self.request, record.task_id == self.request.id
         if own and record.delivered:
-            callbacks.drop_callbacks(request)
+            request.callbacks = request.errbacks = request.chain = request.chord = None
         if record.state.is_failure:
             error = self.definition.codec.load_error(record.value)
             self._expect_replayed(record, age_ms)
@@ -257,7 +255,7 @@ def deliver(
     """
     run = Delivery(task, definition, request, args, kwargs)
     vars(request)[RUN] = run
-    callbacks.current_pending.set(None)
+    callbacks.settled_run.set(None)
     if call_next is None:
         call_next = next_after_ours(run)
     if definition.policy.atomic:

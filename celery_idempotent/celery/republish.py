@@ -1,11 +1,11 @@
-"""Republishing a message with a countdown, when it may not run yet: after a conflict, or when the store failed."""
+"""Publishing a message again with a countdown: after a conflict, a store failure, or callbacks that were not sent."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -17,7 +17,7 @@ from celery_idempotent import backoff
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
 from celery_idempotent.keys.stamp import as_mapping, read_stamp, with_stamp
-from celery_idempotent.records import Identity, Record
+from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: In a stamp: how often a message was republished, and why, so that the user's ``max_retries`` is not consumed.
+#: In a stamp: how often a message was republished because another run holds its key, because the store did not answer,
+#: or because the callbacks of its finished task are still to be sent. The user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES, UNDELIVERED = "conflicts", "store_failures", "undelivered"
-#: In a stamp: the token of the holder that it met, whose conflicts are counted.
+#: In a stamp: the token of the holder whose conflicts are counted.
 HOLDER = "holder"
 
-#: The longest countdown for each of them, in seconds: a holder ends sooner than an outage of the store or the broker.
+#: The longest countdown for each of them, in seconds.
 _LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
 
 #: Stands for the visibility timeout of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
-
 #: The longest pause, in seconds, after which a message that stays in its worker asks the protocol again.
 _LONGEST_STAY = 30.0
 
-#: What a broker writes into the headers of a message that it delivers again, or passes on: sent back to it, RabbitMQ
-#: takes the message for one that goes in a circle, and drops it; kombu's Redis transport for restored ever after.
+#: Headers that brokers write into a message that they deliver again or pass on. RabbitMQ drops a message that comes
+#: back with them as one that goes in a circle; kombu's Redis transport takes it for restored from then on.
 _OF_THE_BROKER = re.compile(
     "redelivered|x-death|x-(first|last)-death-.*|x-(delivery|acquired)-count"
 )
@@ -59,10 +59,19 @@ class DeliveredRun(Protocol):
     """A delivery, as far as this module and the callbacks know it."""
 
     task: Any
+    task_id: str
     request: Any
     policy: Policy
     identity: Identity
     shield: Shield
+    #: The state that its record was settled in, if callbacks are still to be sent.
+    ended_as: State | None
+    #: The token of the record to mark as delivered; ``None`` if another message settled it.
+    mark_token: int | None
+    #: Until when (monotonic) the record will surely be there to answer, should the message come back.
+    comes_back_until: float
+    #: The chain that the message came with: the tracer of Celery < 5.7 takes its last step out.
+    chain: list[object] | None
 
 
 def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
@@ -73,17 +82,10 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     """
     request, on_conflict, left = run.request, run.policy.on_conflict, left_ms / 1000
     is_redelivery = record.task_id == request.id
+    found = f"held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed"
     if record.state.settled:
-        found = "completed without its result"
-        message = (
-            f"{record.identity} was completed by task {record.task_id}, whose result is not in the "
-            "result backend yet."
-        )
-    else:
-        found = f"held by {record.owner}"
-        message = (
-            f"{record.identity} is {found}, whose lease ends in {left:.1f} s unless it is renewed."
-        )
+        found = f"completed by task {record.task_id}, whose result is not in the result backend yet"
+    message = f"{record.identity} is {found}."
     error = InProgress(message, record.task_id, left)
     if request.is_eager or (on_conflict == "raise" and not is_redelivery):
         raise error
@@ -94,8 +96,8 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     again, delay = _republish(
         run,
         CONFLICTS,
-        "found %(found)s (conflict %(count)d), and is republished with a countdown of %(delay).1f s",
-        found=f"{record.identity} {found}",
+        "is republished with a countdown of %(delay).1f s (conflict %(count)d): %(reason)s",
+        reason=message,
         left=left,
         holder=record.token,
         **how,
@@ -125,12 +127,12 @@ def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool) -> 
     _republish(
         run,
         STORE_FAILURES,
-        "%(found)s: store error (%(count)d so far). It is republished with a countdown of %(delay).1f s: %(error)s",
+        ("is not known to be done" if begun else "did not run")
+        + ": store error (%(count)d so far). It is republished with a countdown of %(delay).1f s: %(reason)s",
         level=logging.ERROR,
-        found="is not known to be done" if begun else "did not run",
-        error=error,
+        reason=error,
     )
-    # Not the error itself: what it comes from may be anything, and not be picklable.
+    # Not the error itself: its cause may not be picklable.
     raise Ignore(str(error))
 
 
@@ -141,15 +143,12 @@ def after_chord_claim(run: DeliveredRun) -> NoReturn:
     raise Ignore(f"the chord of {run.task.name} is claimed")
 
 
-def come_back(run: DeliveredRun, chain: Sequence[object]) -> bool:
-    """Publish the message of a finished task again, whose next delivery sends what follows.
+def come_back(run: DeliveredRun) -> bool:
+    """Publish the message of a finished task again: its next delivery sends the callbacks. ``False``: it was refused.
 
-    ``chain`` is the one that it came with. Its expiry no longer applies: the operation is done.
-
-    Returns:
-        Whether the broker took it.
+    Its expiry no longer applies: the operation is done.
     """
-    run.request.chain = list(chain) or None
+    run.request.chain = run.chain
     _count, _delay, again = _again(run, UNDELIVERED, expires=None)
     try:
         again.apply_async()
@@ -164,14 +163,13 @@ def _republish(
     line: str,
     *,
     level: int = logging.INFO,
-    found: object = None,
-    error: object = None,
+    reason: object = None,
     **how: Any,
 ) -> tuple[Sig, float]:
     """Publish the message again, and log that; return it and its countdown. ``how``: see :func:`_again`."""
     count, delay, again = _again(run, counter, **how)
-    words = {"task": run.task.name, "id": run.request.id, "found": found, "error": error}
-    words |= {"count": count, "delay": delay}
+    words = {"task": run.task.name, "id": run.request.id}
+    words |= {"count": count, "delay": delay, "reason": reason}
     logger.log(level, "idempotency: %(task)s[%(id)s] " + line, words)  # noqa: G003  a constant
     _publish_again(run, again, delay)
     return again, delay
@@ -185,18 +183,18 @@ def _again(
     holder: int | None = None,
     **options: Any,
 ) -> tuple[int, float, Sig]:
-    """Return how often this message was republished, in how many seconds it is due, and itself.
+    """Return how often this message was republished, its countdown in seconds, and the signature to publish.
 
     The count starts anew with another holder. The countdown stays well under the visibility timeout: while it lasts,
     the message is delivered and not acknowledged. ``options`` are more of ``apply_async``.
     """
     task, request = run.task, run.request
     headers = as_mapping(request.headers)
-    said = read_stamp(headers, request.id)
-    before = said.get(counter) if holder in (None, said.get(HOLDER)) else 0
+    known = read_stamp(headers, request.id)
+    before = known.get(counter) if holder in (None, known.get(HOLDER)) else 0
     count = before + 1 if isinstance(before, int) else 1
     more = {counter: count} if holder is None else {HOLDER: holder, counter: count}
-    # Should it not be published, this delivery asks again, with this stamp.
+    # If publishing fails, this delivery asks again with this stamp.
     request.headers = with_stamp(headers, str(request.id), more=more)
     longest = min(_LONGEST[counter], unacknowledged_s(task))
     if left is not None:
@@ -205,24 +203,14 @@ def _again(
     if _broker(task).transport.driver_type == "amqp":
         # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery takes whole seconds, and at least one.
         delay = max(math.ceil(delay), 1)
-    again = task.signature_from_request(
-        request,
-        countdown=delay,
-        retries=request.retries,
-        add_to_parent=False,
-        **as_published(request),
-        **way_back(task.app, request),
-        **options,
-    )
+    again = as_published(task, request, countdown=delay, **way_back(task.app, request), **options)
     return count, delay, again
 
 
-def as_published(request: Context) -> Options:
-    """Return the options with which a message goes out as it came in, beside those that Celery keeps."""
+def as_published(task: AnyTask, request: Context, **options: Any) -> Sig:
+    """Return a signature that publishes this message as it came in, with ``options`` of ``apply_async`` beside that."""
     headers, properties = as_mapping(request.headers), as_mapping(request.properties)
-    options: Options = {
-        "headers": {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
-    }
+    options["headers"] = {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
     if delivery_mode := properties.get("delivery_mode"):
         options["delivery_mode"] = delivery_mode
     content_type = properties.get("content_type")
@@ -230,7 +218,10 @@ def as_published(request: Context) -> Options:
         options["serializer"] = registry.type_to_name[content_type]
     if compression := getattr(request, "compression", None):
         options["compression"] = compression
-    return options
+    again: Sig = task.signature_from_request(
+        request, retries=request.retries, add_to_parent=False, **options
+    )
+    return again
 
 
 def unacknowledged_s(task: AnyTask) -> float:
@@ -261,11 +252,10 @@ def _publish_again(run: DeliveredRun, again: Sig, delay: float) -> None:
         again.apply_async()
         return
     except Exception as error:  # noqa: BLE001  a broker fails in its own ways, a router in others
-        outage = _is_outage(task, error)
-        reason = type(error).__name__
+        of_broker = (OperationalError, LimitExceeded, OSError, *_broker(task).connection_errors)
+        is_outage, reason = isinstance(error, of_broker), type(error).__name__
     late: bool | None = task.acks_late
-    given_once = as_mapping(request.delivery_info).get("redelivered")
-    back = outage and late and not given_once
+    back = is_outage and late and not as_mapping(request.delivery_info).get("redelivered")
     pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
     line = "idempotency: %s[%s] cannot be published, pausing %.0f s: %s"
     logger.error(line, task.name, request.id, pause, reason)
@@ -274,18 +264,12 @@ def _publish_again(run: DeliveredRun, again: Sig, delay: float) -> None:
             run.shield.open()
     except SoftTimeLimitExceeded:
         # It would be failed for what it has not even begun, or has done.
-        back = back or bool(late)
+        back = back or late
         if not back:
             raise
     if back:
         raise Reject(reason, requeue=True)
     raise NotRepublishedError(reason)
-
-
-def _is_outage(task: AnyTask, error: Exception) -> bool:
-    """Is it the broker that fails, and not what it was asked to take?"""
-    of_kombu = (OperationalError, LimitExceeded, OSError)
-    return isinstance(error, of_kombu + tuple(_broker(task).connection_errors))
 
 
 def _broker(task: AnyTask) -> Any:

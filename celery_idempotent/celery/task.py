@@ -166,8 +166,8 @@ class IdempotentTask(DefinedTask):
     @property
     def backend(self) -> Any:
         """The result backend, as with any task; between the settle and the end of the delivery, a view of it."""
-        backend, pending = super().backend, callbacks.current_pending.get()
-        return backend if pending is None else callbacks.BackendAfterSettle(backend, pending)
+        backend, run = super().backend, callbacks.settled_run.get()
+        return backend if run is None else callbacks.BackendAfterSettle(backend, run)
 
     @backend.setter
     def backend(self, backend: object) -> None:
