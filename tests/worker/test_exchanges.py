@@ -69,7 +69,7 @@ def test_a_broadcast_message_with_a_key_runs_on_one_worker(site: Site, ledger: L
     sent = site.broadcast("keyed", "k", 4.0)
     wait_for(lambda: lines(workers, sent.id, "succeeded") == 3, 60, "the run and two replays")
     assert ledger.count("start", "k") == 1
-    again = lines(workers, sent.id, "and is republished")
+    again = lines(workers, sent.id, "is republished")
     assert 2 <= again <= 10
     # Redis cannot give one subscriber a message: there a copy waits in its worker.
     assert lines(workers, sent.id, "received") == 3 + (again if site.broker == "rabbitmq" else 0)
@@ -84,6 +84,6 @@ def test_a_topic_exchange_with_two_queues_delivers_twice_and_the_copies_stay_apa
     sent = site.publish("work", "k", 4.0, queue=f"{site.queue}.a", routing_key="order.paid")
     wait_for(lambda: lines(workers, sent.id, "succeeded") == 2, 60, "the run and the replay")
     assert ledger.count("start", "k") == 1
-    again = lines(workers, sent.id, "and is republished")
+    again = lines(workers, sent.id, "is republished")
     assert 1 <= again <= 5
     assert lines(workers, sent.id, "received") == 2 + again
