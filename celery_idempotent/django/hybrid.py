@@ -244,14 +244,9 @@ class HybridStore(CachingStore, DjangoStore):
         """Return the database alone."""
         return DjangoStore(self.alias)
 
-    @contextmanager
-    def transaction(self, record: Record | None) -> Iterator[ClaimTransaction]:
-        """Begin the database's transaction; what it settles is cached after its COMMIT."""
-        with super().transaction(record) as transaction:
-            yield transaction
-        # An exception, of the body or of the COMMIT, passes by.
-        if record is not None:
-            self.fill(record.identity)
+    def transaction(self, record: Record | None) -> ClaimTransaction:
+        """Return the database's transaction; what it settles is cached after its COMMIT."""
+        return ClaimTransaction(self.connections, record, self.fill)
 
 
 def open_hybrid(url: str) -> HybridStore:

@@ -18,10 +18,9 @@ page looks at ``look_at`` rows at the most::
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -29,8 +28,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError
 
-from celery_idempotent import backoff
-from celery_idempotent.django.sql import atomic
+from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Connections, Session
 from celery_idempotent.django.sql.dialects import SWEPT, TOKENS, missing_bounds
 from celery_idempotent.django.sql.rows import (
@@ -77,8 +75,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How long to wait for the end of a COMMIT whose answer was lost.
-_COMMIT_SECONDS = 10.0
 #: How many rows one statement of a prune deletes: see docs/sql.md for what others cost.
 PRUNE_BATCH = 1_000
 #: How many unfinished records of a state are counted.
@@ -157,11 +153,10 @@ class DjangoStore(Store):
         return settled or super().settle(request)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew, all of one length in one statement. A run within its transaction needs none."""
+        """Let each lease start anew, all of one length in one statement."""
         groups: dict[tuple[int, int], list[Renewal]] = {}
         for each in set(renewals):
-            if not atomic.runs_here(each.identity, each.token):
-                groups.setdefault((each.lease_ms, each.keep_ms), []).append(each)
+            groups.setdefault((each.lease_ms, each.keep_ms), []).append(each)
         missed = [each for group in groups.values() for each in self._renew_all(group)]
         # A sweep may have interrupted them: then the record says whether they go on.
         lost = {each for each in missed if not self._renew(each)}
@@ -375,45 +370,9 @@ class DjangoStore(Store):
         """Is this SQLite, and the thread in a transaction?"""
         return self.connections.joined()
 
-    def transaction(self, record: Record | None) -> AbstractContextManager[atomic.ClaimTransaction]:
-        """Begin the thread's own transaction: the task of this claim runs in it, and is settled in it.
-
-        See :class:`~celery_idempotent.django.sql.atomic.ClaimTransaction`.
-        """
-        return atomic.transaction(self.connections, record)
-
-    def committed(self, record: Record) -> bool:
-        """Wait for the end of the transaction that settled this claim, and tell whether it was committed."""
-        give_up, attempt = time.monotonic() + _COMMIT_SECONDS, 0
-        while self._is_running(record):
-            attempt += 1
-            if not backoff.pause(attempt, until=give_up, first=0.02, longest=0.5):
-                raise StoreUnavailable(f"the transaction of {record.identity} is not over yet")
-        # Asked after the lock was found free: what was committed is visible before its locks are free.
-        found = self.get(record.identity)
-        done = (
-            found is not None
-            and found.token == record.token
-            and found.state.settled
-            and not found.swept
-        )
-        atomic.resolve_commit(record, committed=done)
-        return done
-
-    @in_session
-    def _is_running(self, session: Session, record: Record) -> bool:
-        """Is a session, of whatever process, within the transaction of this claim's run?"""
-        return bool(
-            session.rows(
-                "SELECT 1 FROM celery_idempotent_record r"
-                f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
-                (digest(record.identity), record.token),
-            )
-        )
-
-    def abandon(self, record: Record) -> None:
-        """End the transaction of this claim, should an exception have left it open."""
-        atomic.abandon(self.connections, record)
+    def transaction(self, record: Record | None) -> ClaimTransaction:
+        """Return the thread's own transaction: the task of this claim runs in it, and is settled in it."""
+        return ClaimTransaction(self.connections, record)
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what waits in the outbox: the beat task calls this after sweep and prune."""

@@ -20,8 +20,6 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from contextlib import suppress
-from functools import partial
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.errors import STORE_ERRORS, LeaseLost, StoreMisconfigured, StoreUnavailable
@@ -114,9 +112,11 @@ class _Attempt:
         """Return what the body returned, once that is committed."""
         run = self._run
         try:
-            with transactional(run.store, run.name).transaction(run.record) as transaction:
+            transaction = transactional(run.store, run.name).transaction(run.record)
+            self._transaction = transaction
+            with transaction:
                 self._stage = Stage.BODY
-                run.transaction = self._transaction = transaction
+                run.transaction = transaction
                 try:
                     run.shield.open()
                     self._value = self._body()
@@ -154,8 +154,8 @@ class _Attempt:
                                                               └─ it is not ─▶ it was rolled back: again, or raise
         """
         run = self._run
-        with suppress(*STORE_ERRORS):
-            run.store.abandon(run.record)
+        if self._transaction is not None:
+            self._transaction.abandon()
         if run.phase is Phase.SETTLED or (
             self._stage is Stage.COMMITTING and self._committed(error)
         ):
@@ -198,10 +198,12 @@ class _Attempt:
             database                                  COMMIT is running ──────────────────────── committed
         """
         run, at_exit = self._run, not isinstance(error, Exception)
+        assert self._transaction is not None
         until = time.monotonic() + (0 if at_exit else run.policy.lease_ms / 1000)
-        ask = partial(run.store.committed, run.record)
         try:
-            committed = backoff.persist(ask, until=until, errors=STORE_ERRORS)
+            committed = backoff.persist(
+                self._transaction.committed, until=until, errors=STORE_ERRORS
+            )
         except STORE_ERRORS:
             run.phase = Phase.ENDED
             if at_exit:

@@ -171,6 +171,8 @@ class Claim:
     def _try_renew(self) -> bool:
         if self.lost or self.phase is not Phase.RUNNING:
             return False
+        if self.transaction is not None:
+            return True  # the database's lock holds the key; a renewal would break the settle
         sent = time.monotonic()
         (renewed,) = self.store.renew([self.renewal()])
         if renewed:

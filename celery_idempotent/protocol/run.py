@@ -242,7 +242,10 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
     """
     run.record, run.phase = record, Phase.RUNNING
     outer = current_run.set(run)
-    if not run.store.joined():  # else no other thread could see it, or renew it
+    in_own = (
+        run.in_transaction is not None and run.policy.mode == "enforce"
+    )  # not renewed: see .atomic
+    if not in_own and not run.store.joined():  # else no other thread could see it, or renew it
         heartbeat.add(run)
     try:
         claimed_s = time.monotonic() - run.renewed_at

@@ -96,8 +96,11 @@ class ServerFacts:
         return tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
 
 
-class Transaction(Protocol):
-    """A transaction of the store's database that a run is part of."""
+class Transaction(AbstractContextManager[object], Protocol):
+    """A transaction of the store's database that a run is part of: a context, which commits at its end.
+
+    To enter it raises ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble.
+    """
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
@@ -115,6 +118,14 @@ class Transaction(Protocol):
         """Refuse writes to the transaction's database: what happens in here outlives a rollback."""
         ...
 
+    def committed(self) -> bool:
+        """Wait for the end of the transaction that settled the claim: was it committed?"""
+        ...
+
+    def abandon(self) -> None:
+        """End the transaction if a time limit, which strikes anywhere, has left it open."""
+        ...
+
 
 class Store(ABC):
     """Holds the records. A store of your own looks, swaps, and finds what is due; the table decides.
@@ -125,7 +136,7 @@ class Store(ABC):
     :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not).
     """
 
-    #: Can a run be part of its transactions? Then it has `transaction`, `committed` and `abandon`.
+    #: Can a run be part of its transactions? Then it has `transaction`.
     supports_transactions: bool = False
     #: Does it count outcomes for operators? Then it has `count`, `counts` and `note_sweep`.
     supports_counting: bool = False
@@ -333,19 +344,9 @@ class Store(ABC):
         """Return the store that decides: this one, or the one behind its cache."""
         return self
 
-    def transaction(self, record: Record | None) -> AbstractContextManager[Transaction]:
-        """Begin a transaction for the claim that returned ``record``; without one nothing is settled in it.
-
-        ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble before the body or the settle.
-        """
+    def transaction(self, record: Record | None) -> Transaction:
+        """Return a transaction for the claim that returned ``record``; without one nothing is settled in it."""
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
-
-    def committed(self, record: Record) -> bool:
-        """Wait for the end of the transaction that settled this claim: was it committed?"""
-        raise NotImplementedError(f"{type(self).__name__} has no transactions")
-
-    def abandon(self, record: Record) -> None:  # noqa: B027  without transactions none is open
-        """End the transaction of this thread's claim that a time limit, which strikes anywhere, may have left open."""
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting
         """Add to the counters of the current hour, by task and outcome."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import django
+import psycopg
 from celery import Celery, signals
 from django.db import connection
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -89,6 +90,17 @@ def around(kind: type, name: str) -> None:
 
 around(CursorWrapper, "execute")
 around(BaseDatabaseWrapper, "_commit")
+
+
+class Prepared(psycopg.Cursor[Any]):
+    """The cursor of the statements around an atomic run, which is not Django's."""
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        boundaries.pass_one()
+        return super().execute(*args, **kwargs)
+
+
+psycopg.Cursor = Prepared  # type: ignore[misc]
 
 
 @signals.task_prerun.connect(weak=False)

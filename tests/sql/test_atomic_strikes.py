@@ -17,6 +17,7 @@ pytest.importorskip("django")
 from billiard.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 
+from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.protocol.claim import current_run
@@ -157,22 +158,14 @@ def test_one_while_the_session_gets_its_own_time_out_back(
 @pytest.mark.parametrize("method", ["__enter__", "__exit__"])
 def test_one_between_two_contexts(till: Till, monkeypatch: pytest.MonkeyPatch, method: str):
     """At the first instruction of an ``__exit__``, or the last of an ``__enter__``, nobody's ``try`` is there yet."""
-    real = till.store.transaction
+    real = ClaimTransaction.__enter__
 
-    class Struck:
-        def __init__(self, record: Any) -> None:
-            self.context = real(record)
+    def strike(run: ClaimTransaction, *_: object) -> None:
+        if method == "__enter__":
+            real(run)
+        raise SoftTimeLimitExceeded
 
-        def __enter__(self) -> Any:
-            found = self.context.__enter__()
-            if method == "__enter__":
-                raise SoftTimeLimitExceeded
-            return found
-
-        def __exit__(self, *_: object) -> None:
-            raise SoftTimeLimitExceeded
-
-    monkeypatch.setattr(till.store, "transaction", Struck)
+    monkeypatch.setattr(ClaimTransaction, method, strike)
     error = till.pay("order")
     assert isinstance(error, SoftTimeLimitExceeded), "it is not committed, and not told so"
     assert not till.agree("order")

@@ -85,7 +85,7 @@ def test_an_atomic_run_has_its_own_statements_prepared_and_not_those_of_the_task
                 cursor.execute("SELECT %s::int", (n,))
             assert run.settle(completed(record))
     raw = connections[store.alias].connection
-    assert (raw.prepare_threshold, hasattr(raw.cursor(), "mogrify")) == (None, True)
+    assert hasattr(raw.cursor(), "mogrify"), "it binds on the server"
     found = rows(store.alias, "SELECT statement FROM pg_prepared_statements ORDER BY prepare_time")
     assert [statement.split()[0] for (statement,) in found] == ["SELECT", "UPDATE"]
     store.close()

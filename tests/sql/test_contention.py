@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ pytest.importorskip("django")
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import DatabaseError, OperationalError, connections
 from django.db.backends.signals import connection_created
-from django.db.transaction import mark_for_rollback_on_error
 from django.http import HttpResponse
 from django.test import RequestFactory, override_settings
 
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.django.http import idempotent_view
-from celery_idempotent.django.sql.atomic import ClaimTransaction, TransactionEnded
+from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import atomic
-from celery_idempotent.records import Identity, Record, SettleRequest, State
+from celery_idempotent.records import Identity, SettleRequest, State
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.sql import databases
 from tests.sql.databases import execute, rows
@@ -289,11 +288,12 @@ def test_on_sqlite_a_reader_that_keeps_the_commit_waiting_too_long_runs_the_body
             execute(here.other, "BEGIN")
             here.seats(here.other)
 
-    def committed(record: Record) -> bool:
+    def committed(run: ClaimTransaction) -> bool:
         execute(here.other, "COMMIT")
-        return DjangoStore.committed(here.store, record)
+        return real(run)
 
-    monkeypatch.setattr(here.store, "committed", committed)
+    real = ClaimTransaction.committed
+    monkeypatch.setattr(ClaimTransaction, "committed", committed)
     assert here.run(body) == Ran(2)
     assert here.names() == ["ours"]
     assert here.completed()
@@ -350,42 +350,6 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
     assert here.runs == 1
     assert here.names() == ["first"]
     assert here.store.get(KEY) is None
-
-
-def test_an_error_of_the_body_that_looks_like_one_of_a_prepared_statement_repeats_nothing(
-    place: Callable[..., Place],
-):
-    """Its SQLSTATE is that of a prepared statement whose table has changed: only ours may be taken for that."""
-    here = place("postgresql")
-
-    def unsupported() -> None:
-        with suppress(DatabaseError), mark_for_rollback_on_error(using=here.alias):
-            execute(here.alias, "DO $$ BEGIN RAISE feature_not_supported; END $$")
-
-    with pytest.raises(TransactionEnded):
-        here.run(unsupported)
-    assert here.runs == 1
-
-
-def test_nor_does_one_of_the_commit(place: Callable[..., Place]):
-    here = place("postgresql")
-    execute(
-        here.alias,
-        "CREATE FUNCTION unsupported() RETURNS trigger LANGUAGE plpgsql AS"
-        " $$ BEGIN RAISE feature_not_supported; END $$",
-    )
-    execute(
-        here.alias,
-        "CREATE CONSTRAINT TRIGGER at_commit AFTER INSERT ON seats DEFERRABLE INITIALLY DEFERRED"
-        " FOR EACH ROW EXECUTE FUNCTION unsupported()",
-    )
-    try:
-        with pytest.raises(DatabaseError):
-            here.run(lambda: here.book(here.alias, "ours"))
-        assert here.runs == 1
-    finally:
-        connections[here.alias].close()
-        execute(here.alias, "DROP FUNCTION unsupported CASCADE")
 
 
 def test_what_collides_to_the_end_fails_the_task(
@@ -455,7 +419,7 @@ def test_a_commit_that_nobody_knows_about_sends_the_message_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(own, "commit", lost)
-        patch.setattr(here.store, "committed", away)
+        patch.setattr(ClaimTransaction, "committed", away)
         assert isinstance(here.run(book, lease_ms=300), StoreFailed)
     # The message comes back, and the record answers.
     assert isinstance(here.run(book), Replay)

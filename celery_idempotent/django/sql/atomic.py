@@ -24,17 +24,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error, OperationalError
 from django.db.transaction import Atomic
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.connections import GONE, Connections
+from celery_idempotent.django.sql.connections import Connections, Session
 from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, error_code, kind
-from celery_idempotent.django.sql.rows import OPEN, digest, settle_claim
+from celery_idempotent.django.sql.rows import OPEN, RowSnapshot, digest, settle_claim
 from celery_idempotent.errors import (
     IdempotencyError,
     LeaseLost,
@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _SAVEPOINT = "celery_idempotent_run"
 _OURS = f"digest = %s AND token = %s AND {OPEN}"
-#: How long to wait for an earlier session of the same claim: the server may not know yet that it is gone.
-_LOCK_SECONDS = 2.0
+#: How long to wait for the end of a COMMIT whose answer was lost.
+_COMMIT_SECONDS = 10.0
 #: How often PostgreSQL looks whether the client of a running statement is still there.
 _CHECK_MS = 5_000
 
@@ -76,9 +76,6 @@ _ENDED = (
     " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
 )
 
-#: The runs of this process that may still be asked about: by identity and token.
-_runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
-
 
 class SessionLost(OperationalError):
     """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
@@ -95,30 +92,87 @@ class TransactionEnded(StoreMisconfigured):
 
 
 class ClaimTransaction:
-    """The transaction of one claim; without a claim, a transaction only.
+    """The transaction of one claim, as a context; without a claim, a transaction only.
 
     :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block brings. An error
-    that leaves the block after that may come from a COMMIT whose answer was lost:
-    :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went.
+    that leaves the block after that may come from a COMMIT whose answer was lost: :meth:`committed` asks the database.
     """
 
-    def __init__(self, connections: Connections, record: Record | None) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        record: Record | None,
+        after_commit: Callable[[Identity], None] | None = None,
+    ) -> None:
         self.record = record
-        #: Is it open?
-        self.running = False
-        #: Was its session lost?
-        self.lost = False
-        #: The functions that wait for the commit, if its answer was lost.
-        self.waiting: list[Callable[[], object]] = []
+        self._connections, self._after_commit = connections, after_commit
         self._own = own = connections.own()
-        self._session = connections.session_of(own)
-        self._prepares = connections.prepares
-        #: Is it within the transaction of a TestCase?
-        self.nested = own.in_atomic_block
+        self._session = connections.session_of(own, prepare=bool(connections.prepares))
         self._block = Atomic(connections.alias, True, False)
-        self._entered = False
+        #: Is it within the transaction of a TestCase?
+        self._nested = own.in_atomic_block
+        self._is_open = self._entered = self._lost = False
+        #: The functions that wait for the commit, if its answer was lost.
+        self._waiting: list[Callable[[], object]] = []
         #: What the session had for its time-out (MariaDB, MySQL).
         self._timeout: tuple[str, int] | None = None
+
+    def __enter__(self) -> ClaimTransaction:
+        """Begin; once more if the server had closed the connection, since nothing has run yet.
+
+        Raises:
+            LeaseLost: if the claim is over.
+            StoreUnavailable: if the database cannot serve, or has an earlier session in the transaction of this claim.
+            StoreMisconfigured: inside another transaction, except that of a TestCase.
+        """
+        own = self._own
+        outer = [
+            block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)
+        ]
+        if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
+            raise StoreMisconfigured(
+                "an idempotency_atomic task commits its own writes with its record, so it cannot run"
+                " inside another transaction: call it outside of atomic()"
+            )
+        try:
+            try:
+                self._begin()
+            except Error as error:
+                if self._nested or kind(error, own.vendor) != "lost":
+                    raise
+                self._roll_back(error)
+                drop(own)
+                self._begin()
+        except BaseException as error:
+            self._roll_back(error)
+            if not isinstance(error, Error):
+                raise
+            if not self._nested:
+                drop(own)
+            raise self._connections.trouble(error) from error
+        return self
+
+    def __exit__(
+        self,
+        _: type[BaseException] | None,
+        error: BaseException | None,
+        __: TracebackType | None,
+    ) -> None:
+        """Commit, or roll back after an exception."""
+        try:
+            if error is not None:
+                raise error
+            self._commit()
+        except BaseException as found:
+            self._roll_back(found)
+            if self._lost and isinstance(found, Error) and not isinstance(found, OperationalError):
+                # 25P03 is an InternalError to Django: an autoretry_for of OperationalError shall see it.
+                raise SessionLost from found
+            if found is not error:
+                raise
+        else:
+            if self.record is not None and self._after_commit is not None:
+                self._after_commit(self.record.identity)
 
     def is_other_connection(self, connection: object) -> bool:
         """Is this the connection of another thread?"""
@@ -128,7 +182,7 @@ class ClaimTransaction:
         """Is this the loss of the session or, at the end, a serialization failure or a deadlock?"""
         if not isinstance(error, Error):
             return False
-        if self.lost or isinstance(error, SessionLost):
+        if self._lost or isinstance(error, SessionLost):
             return True
         return at_end and kind(error, self._own.vendor) in ("conflict", "lost")
 
@@ -159,17 +213,10 @@ class ClaimTransaction:
                     for statement in after:
                         self._session.execute(statement)
 
-    def begin(self) -> bool:
-        """Begin, take the lock and set the time-out, in one statement on PostgreSQL.
-
-        Returns ``False`` if another session is still in the transaction of this very claim: the server may not know yet
-        that it is gone.
-
-        Raises:
-            LeaseLost: if the claim is over.
-        """
-        vendor, self.running = self._own.vendor, True
-        if not self.nested:
+    def _begin(self) -> None:
+        """Begin, take the lock and set the time-out, in one statement on PostgreSQL."""
+        vendor, self._is_open = self._own.vendor, True
+        if not self._nested:
             # Django leaves that of an earlier transaction there.
             self._own.rollback_exc = None  # type: ignore[attr-defined]
         found = self._lock_session() if vendor == "mysql" else []
@@ -178,12 +225,14 @@ class ClaimTransaction:
         if vendor != "mysql":
             found = self._lock_row() if vendor == "postgresql" else self._lock_all()
         if self.record is None:
-            return True
+            return
         if not found:
             raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
+        if found != [(1,)]:
+            # The server may not know yet that it is gone.
+            raise StoreUnavailable("another session is still in the transaction of this claim")
         if vendor != "postgresql":
             self._session.execute(f"SAVEPOINT {_SAVEPOINT}")
-        return found == [(1,)]
 
     # Each returns ``[(1,)]`` if the lock is ours, ``[(0,)]`` if it is another's, nothing if the claim is over.
 
@@ -208,14 +257,13 @@ class ClaimTransaction:
         if raw.info.server_version >= 140_000:
             # For a statement of a worker that was killed: without, the server goes on with it.
             bounds["client_connection_check_interval"] = min(lease_ms, _CHECK_MS)
-        with self._prepared():
-            found = self._session.rows(
-                f"SELECT CASE WHEN pg_try_advisory_xact_lock({POSTGRESQL_LOCK}) THEN 1 ELSE 0 END,"
-                f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
-                " set_config('celery_idempotent.token', r.token::text, true)"
-                f" FROM celery_idempotent_record r WHERE {_OURS}",
-                _claim_of(self.record),
-            )
+        found = self._session.rows(
+            f"SELECT CASE WHEN pg_try_advisory_xact_lock({POSTGRESQL_LOCK}) THEN 1 ELSE 0 END,"
+            f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
+            " set_config('celery_idempotent.token', r.token::text, true)"
+            f" FROM celery_idempotent_record r WHERE {_OURS}",
+            _claim_of(self.record),
+        )
         return [row[:1] for row in found]
 
     def _lock_session(self) -> list[tuple[Any, ...]]:
@@ -241,22 +289,6 @@ class ClaimTransaction:
         name, token = _claim_of(self.record)
         return f"celery_idempotent:{name.hex().upper()}{token}"
 
-    @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """Have psycopg prepare what is executed here: planning it takes the server longer than executing it."""
-        raw: Any = self._own.connection
-        if not self._prepares:
-            yield
-            return
-        from psycopg import Cursor
-
-        before = raw.cursor_factory, raw.prepare_threshold
-        raw.cursor_factory, raw.prepare_threshold = Cursor, 0
-        try:
-            yield
-        finally:
-            raw.cursor_factory, raw.prepare_threshold = before
-
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state with the task's own writes; ``False`` if another has the key by now.
 
@@ -277,8 +309,7 @@ class ClaimTransaction:
             if own.vendor != "postgresql":
                 # Set first thing in the transaction, so it exists only as long as the transaction does.
                 session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
-            with self._prepared():
-                settled = settle_claim(session, request, atomic=True)
+            settled = settle_claim(session, request, atomic=True)
             if own.vendor == "postgresql" and not settled:
                 ((token,),) = session.rows(
                     "SELECT current_setting('celery_idempotent.token', true)"
@@ -289,7 +320,7 @@ class ClaimTransaction:
             code, trouble = error_code(error), kind(error, own.vendor)
             if trouble == "conflict":
                 raise
-            if trouble in GONE:
+            if trouble == "lost":
                 raise SessionLost from error
             if code == _ABORTED:
                 raise TransactionEnded(_BROKEN) from error
@@ -301,10 +332,10 @@ class ClaimTransaction:
             ) from error
         return settled
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         """Commit. What waits for that (``on_commit``) does not undo it: an exception there is logged, not raised."""
         own, waiting = self._own, []
-        if not self.nested:
+        if not self._nested:
             hooks: list[Any] = own.run_on_commit
             hooks[:] = [
                 (hook[0], partial(_call_hook, hook[1], self.record), False) for hook in hooks
@@ -314,25 +345,69 @@ class ClaimTransaction:
             self._block.__exit__(None, None, None)
         except BaseException as error:
             if isinstance(error, Error):
-                self.waiting = waiting
-            if not self.nested and (is_async(error) or not own.autocommit):
+                self._waiting = waiting
+            if not self._nested and (is_async(error) or not own.autocommit):
                 drop(own)
             raise
         finally:
-            self.running = False
+            self._is_open = False
             self._unlock()
 
-    def roll_back(self, error: BaseException) -> None:
+    def committed(self) -> bool:
+        """Wait for the end of the transaction, tell whether it was committed, and call what waited for that.
+
+        Raises:
+            StoreUnavailable: if it is not over yet, or the database cannot be asked.
+        """
+        assert self.record is not None
+        identity, token = self.record.identity, self.record.token
+        until, attempt = time.monotonic() + _COMMIT_SECONDS, 0
+        while self._connections.run(self._holds_lock):
+            attempt += 1
+            if not backoff.pause(attempt, until=until, first=0.02, longest=0.5):
+                raise StoreUnavailable(f"the transaction of {identity} is not over yet")
+        # Asked after the lock was found free: what was committed is visible before its locks are free.
+        stored = self._connections.run(lambda session: RowSnapshot(session, identity).stored)
+        found = None if stored is None else stored.record
+        settled = found is not None and found.state.settled and not found.swept
+        if found is None or found.token != token or not settled:
+            return False
+        waiting, self._waiting = self._waiting, []
+        for function in waiting:
+            function()
+        return True
+
+    def _holds_lock(self, session: Session) -> bool:
+        """Is a session, of whatever process, within the transaction of this claim's run?"""
+        assert self.record is not None
+        return bool(
+            session.rows(
+                "SELECT 1 FROM celery_idempotent_record r"
+                f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
+                _claim_of(self.record),
+            )
+        )
+
+    def abandon(self) -> None:
+        """Close the connection if an exception that struck between two contexts left the transaction open.
+
+        The garbage collector would come too late: a verb on SQLite would be part of it.
+        """
+        if self._is_open and not self._nested:
+            self._is_open = False
+            drop(self._own)
+
+    def _roll_back(self, error: BaseException) -> None:
         """Roll back, whatever state the session is in.
 
         Django turns autocommit on whatever came of its ROLLBACK, and that *commits* on MySQL and SQLite: a time limit
         that strikes there would leave the writes of a task without their record. So the connection is closed then.
         """
-        own, was_running, self.running = self._own, self.running, False
+        own, was_open, self._is_open = self._own, self._is_open, False
         entered, self._entered = self._entered, False
-        if not was_running:
+        if not was_open:
             return
-        if self.nested:
+        if self._nested:
             if entered:
                 self._block.__exit__(type(error), error, error.__traceback__)
             return
@@ -345,7 +420,7 @@ class ClaimTransaction:
                 self._block.__exit__(type(error), error, error.__traceback__)
                 self._unlock()
         except Error:
-            self.lost = True
+            self._lost = True
             drop(own)
         except BaseException:
             drop(own)
@@ -369,75 +444,6 @@ class ClaimTransaction:
                 raise
 
 
-@contextmanager
-def transaction(connections: Connections, record: Record | None) -> Iterator[ClaimTransaction]:
-    """Open the thread's own transaction for the run of a claim, or for one that settles nothing."""
-    own = connections.own()
-    # Django's TestCase wraps each test in blocks of its own.
-    outer = [block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)]
-    if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
-        raise StoreMisconfigured(
-            "an idempotency_atomic task commits its own writes with its record, so it cannot run"
-            " inside another transaction: call it outside of atomic()"
-        )
-    run = _begun(connections, record)
-    try:
-        yield run
-        if run.running:
-            run.commit()
-    except BaseException as error:
-        run.roll_back(error)
-        if run.lost and isinstance(error, Error) and not isinstance(error, OperationalError):
-            # 25P03 is an InternalError to Django: an autoretry_for of OperationalError shall see it.
-            raise SessionLost from error
-        raise
-
-
-def _begun(connections: Connections, record: Record | None) -> ClaimTransaction:
-    """Begin, again if the server had closed the connection or has an earlier one of this claim: nothing has run yet."""
-    attempt, own = 0, connections.own()
-    pause = partial(backoff.pause, until=time.monotonic() + _LOCK_SECONDS, first=0.02, longest=0.2)
-    while True:
-        attempt += 1
-        run = ClaimTransaction(connections, record)
-        if record is not None:
-            _runs[record.identity, record.token] = run
-        try:
-            begun = run.begin()
-        except Error as error:
-            run.roll_back(error)
-            if not run.nested:
-                drop(own)
-            if kind(error, own.vendor) not in GONE or not pause(attempt):
-                raise connections.trouble(error) from error
-            continue
-        except BaseException as error:
-            run.roll_back(error)
-            raise
-        if begun:
-            return run
-        earlier = StoreUnavailable("another session is still in the transaction of this claim")
-        run.roll_back(earlier)
-        if not pause(attempt):
-            raise earlier
-
-
-def runs_here(identity: Identity, token: int) -> bool:
-    """Is the run of this claim within its transaction, in this process?"""
-    run = _runs.get((identity, token))
-    return run is not None and run.running
-
-
-def resolve_commit(record: Record, *, committed: bool) -> None:
-    """Call what waits for the commit of this claim's run, or drop it, now that its lost answer is known."""
-    run = _runs.get((record.identity, record.token))
-    if run is None:
-        return
-    waiting, run.waiting = run.waiting, []
-    for function in waiting if committed else ():
-        function()
-
-
 def _call_hook(function: Callable[[], object], record: Record | None) -> None:
     """Call what waited for the commit; one that fails does not stop the others, nor fails a task that is committed."""
     try:
@@ -452,18 +458,6 @@ def _call_hook(function: Callable[[], object], record: Record | None) -> None:
             getattr(function, "__qualname__", type(function).__qualname__),
             extra={"idempotency_outcome": "on_commit_failed", "idempotency_key": key},
         )
-
-
-def abandon(connections: Connections, record: Record) -> None:
-    """Close the connection if the run of this claim is still within its transaction.
-
-    An exception that strikes between two contexts leaves it to the garbage collector, which comes too late: a verb on
-    SQLite would be part of it.
-    """
-    run = _runs.get((record.identity, record.token))
-    if run is not None and run.running and not run.nested:
-        run.running = False
-        drop(connections.own())
 
 
 def is_async(error: BaseException | None) -> bool:

@@ -57,8 +57,8 @@ MAX_IDLE = 2
 _MAX_AGE = 60.0
 #: How often a statement is executed before psycopg prepares it.
 _PREPARE_AFTER = 3
-#: What the store's own statements meet only on this connection: a verb begins again on a new one.
-GONE = ("lost", "unprepared")
+#: Lets psycopg prepare those that ask for it, and no other statement of the connection.
+_NEVER = 2**31
 #: After so long a fork goes ahead regardless: waiting for ever would be as bad as what it prevents.
 _FORK_SECONDS = 5.0
 
@@ -90,22 +90,40 @@ class _Changed(Exception):
 class Session:
     """One connection for the length of one verb."""
 
-    def __init__(self, connection: BaseDatabaseWrapper, dialect: Dialect) -> None:
+    def __init__(
+        self, connection: BaseDatabaseWrapper, dialect: Dialect, *, prepare: bool = False
+    ) -> None:
         self.connection = connection
         self.dialect = dialect
+        self._prepare = prepare
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(sql, params)
+        with self._executed(sql, params) as cursor:
             touched: int = cursor.rowcount
             return touched
 
     def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run a statement; return its rows."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(sql, params)
+        with self._executed(sql, params) as cursor:
             return list(cursor.fetchall())
+
+    @contextlib.contextmanager
+    def _executed(self, sql: str, params: Sequence[Any]) -> Iterator[Any]:
+        if not self._prepare:
+            with self.connection.cursor() as cursor:
+                cursor.execute(sql, params)
+                yield cursor
+            return
+        from psycopg import Cursor
+
+        # Not by Django's cursor, which has none prepared: planning takes the server longer than executing it.
+        with self.connection.wrap_database_errors:
+            raw: Any = self.connection.connection
+            if raw.prepare_threshold is None:
+                raw.prepare_threshold = _NEVER
+            with Cursor(raw) as cursor:
+                yield cursor.execute(sql, params, prepare=True)
 
     def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
@@ -177,7 +195,7 @@ class Connections:
                 if self.joined():
                     # Part of the thread's transaction: nothing can be repeated.
                     raise self.trouble(found) from found
-            if trouble in GONE and not lost:
+            if trouble == "lost" and not lost:
                 lost = True
                 self.close()  # the idle ones are dead as well
                 continue
@@ -208,11 +226,11 @@ class Connections:
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
-    def session_of(self, connection: BaseDatabaseWrapper) -> Session:
-        """Return the session of a connection to this database."""
+    def session_of(self, connection: BaseDatabaseWrapper, *, prepare: bool = False) -> Session:
+        """Return the session of a connection to this database; ``prepare`` each of its statements at once."""
         if self._dialect is None:
             self._dialect = dialect_of(connection.vendor)
-        return Session(connection, self._dialect)
+        return Session(connection, self._dialect, prepare=prepare)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -272,7 +290,7 @@ class Connections:
                 raise
             except Error as error:
                 # Any other exception may come out of a signal handler, in the middle of an exchange with the server.
-                sound = kind(error, connection.vendor) not in GONE
+                sound = kind(error, connection.vendor) != "lost"
                 raise
             finally:
                 # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.

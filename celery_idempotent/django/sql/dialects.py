@@ -22,9 +22,9 @@ from celery_idempotent.errors import StoreMisconfigured
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-#: A collision with another transaction; the session is gone; a prepared statement is not there, or its table has
-#: changed; tables or rights are missing; the row exists already; the database cannot serve at the moment.
-Kind = Literal["conflict", "lost", "unprepared", "misconfigured", "duplicate", "unavailable"]
+#: A collision with another transaction; the session is gone, or useless; tables or rights are missing; the row exists
+#: already; the database cannot serve at the moment.
+Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "unavailable"]
 
 #: The rows of the table of marks: the largest token of the rows that were deleted, and when the last sweep ended.
 TOKENS, SWEPT = 1, 2
@@ -45,7 +45,6 @@ class Dialect:
     conflict: str
     lost: str
     misconfigured: str
-    unprepared: str = "never$"
     #: Follows an INSERT whose row may exist already. MySQL has no such clause: there it fails, as "duplicate".
     or_nothing: str = " ON CONFLICT (digest) DO NOTHING"
     #: Raises a mark, unless it is higher already.
@@ -80,11 +79,9 @@ _DIALECTS = {
         now_us="(extract(epoch from clock_timestamp()) * 1000000)::bigint",
         running=f"NOT pg_try_advisory_xact_lock_shared({POSTGRESQL_LOCK})",
         conflict="40001|40P01",
-        # Loss of the connection, shutdown, idle for too long.
-        lost="08|57P|25P03|25P04",
+        # Loss of the connection, shutdown, idle for too long; a prepared statement that a pooler or a migration took.
+        lost="08|57P|25P03|25P04|26000|42P05|0A000",
         misconfigured="28|3D|42",
-        # By a pooler, or a migration.
-        unprepared="26000|42P05|0A000",
         read_only=(
             ("SAVEPOINT celery_idempotent_step", "SET LOCAL transaction_read_only = on"),
             (
@@ -161,8 +158,6 @@ def kind(error: Exception, vendor: str) -> Kind:
     cut = code is None and vendor == "postgresql" and isinstance(error, OperationalError)
     if cut or isinstance(error, InterfaceError) or re.match(known.lost, text):
         return "lost"
-    if re.match(known.unprepared, text):
-        return "unprepared"
     settings = (ProgrammingError, DataError, NotSupportedError)
     if isinstance(error, settings) or re.match(known.misconfigured, text):
         return "misconfigured"
