@@ -58,6 +58,7 @@ def ids(found: list[Finding]) -> list[str]:
 def test_a_good_app_has_no_findings() -> None:
     assert ids(check_settings(app_with())) == []
     assert ids(check_store(app_with(Told(GOOD)))) == []
+    assert ids(check_settings(app_with("memory://"))) == ["W005"]
 
 
 def test_an_app_without_idempotent_tasks_is_not_looked_at() -> None:
@@ -99,12 +100,6 @@ def test_the_text_of_an_error_that_may_contain_a_secret_is_not_shown(monkeypatch
     monkeypatch.setattr(app.loader, "import_default_modules", lambda: int("password"))
     (found,) = check(app)
     assert found.problem == "No worker starts: ValueError."
-
-
-def test_no_store_is_an_error() -> None:
-    app = app_with(store="nonsense://")
-    assert ids(check_settings(app)) == ["E001"]
-    assert ids(check_store(app)) == []
 
 
 def test_early_acknowledgement_is_found() -> None:
@@ -264,22 +259,6 @@ def test_an_option_that_is_bad_is_found_and_found_again(
         (found,) = check(app)
         assert ids([found]) == ["E001"]
         assert said in found.problem
-
-
-def test_a_task_that_is_switched_off_is_not_looked_at() -> None:
-    app = app_with()
-    app.task(
-        name="off",
-        base=IdempotentTask,
-        idempotency_mode="off",
-        default_retry_delay=9000,
-        shared=False,
-    )(_nothing)
-    assert ids(check_settings(app)) == []
-
-
-def test_the_memory_of_a_process_is_no_store_for_many() -> None:
-    assert ids(check_settings(app_with("memory://"))) == ["W005"]
 
 
 def test_a_store_that_does_not_answer_is_an_error() -> None:

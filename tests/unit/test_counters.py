@@ -115,7 +115,11 @@ import os, sys, time
 from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.events import counters
+from celery_idempotent import events
+from celery_idempotent.protocol import lease
+
+if "often" in sys.argv:
+    events.WRITE_EVERY = lease.TICK = 0.2
 
 class Told(MemoryStore):
     def count(self, outcomes):
@@ -159,7 +163,7 @@ def test_what_a_publisher_counts_is_written_when_it_ends():
 
 
 def test_what_a_publisher_counts_is_written_while_it_lives():
-    with publish("time.sleep(3600)") as process:
+    with publish("time.sleep(3600)", "often") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "parent charge reserved 3\n"
         process.kill()

@@ -59,26 +59,6 @@ def test_the_first_publishes_of_a_process_are_all_stamped(
     assert [headers[STAMP_HEADER]["key"] for headers in published] == ["k", "k"]
 
 
-def test_headers_handed_on_to_another_call_do_not_hand_on_the_key() -> None:
-    app = Celery("headers", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store="memory://", task_always_eager=True)
-    runs: list[str] = []
-
-    @app.task(base=IdempotentTask, idempotency_key="name", shared=False)
-    def child(name: str) -> None:
-        runs.append(name)
-
-    @app.task(base=IdempotentTask, idempotency_key="name", bind=True, shared=False)
-    def parent(self: Any, name: str) -> None:
-        for each in ("a", "b"):
-            child.apply_async((each,), headers=self.request.headers)
-        assert self.request.headers[STAMP_HEADER]["key"] == name
-
-    parent.delay("p").get()
-
-    assert runs == ["a", "b"]
-
-
 class TestSetAfterItsDefinition:
     """Settings are read once."""
 

@@ -54,10 +54,3 @@ def test_a_message_in_flight_keeps_the_key_that_it_carries(version, runs):
     deliver_message(before, first)
     assert deliver_message(after, second).value == "receipt"
     assert runs == ["o-1"]
-
-
-def test_a_call_that_is_repeated_after_a_change_of_its_key_runs_again(version, runs):
-    before, after = version(), version(idempotency_key=("order", "kind"))
-    deliver_message(before, call(before))
-    deliver_message(after, call(after))
-    assert runs == ["o-1", "o-1"]

@@ -37,23 +37,15 @@ def test_a_task_may_replace_itself(app: Celery, key: str | None) -> None:
     assert countdown.apply(args=("a", 3)).get() == "end"
 
 
-def test_a_retry_that_is_returned_is_run(app: Celery) -> None:
-    @app.task(base=IdempotentTask, bind=True, shared=False)
-    def persistent(self: Any) -> Any:
-        return self.retry(throw=False) if self.request.retries < 2 else self.request.retries
-
-    assert persistent.apply().get() == 2
-
-
-def test_a_retry_that_is_raised_is_run(app: Celery) -> None:
+@pytest.mark.parametrize("throw", [True, False])
+def test_a_retry_is_run(app: Celery, throw: bool) -> None:
     @app.task(base=IdempotentTask, bind=True, shared=False, idempotency_key="name")
     def persistent(self: Any, name: str) -> Any:
         if self.request.retries < 2:
-            raise self.retry(countdown=0)
+            return self.retry(countdown=0, throw=throw)
         return self.request.retries
 
-    assert persistent.apply(("a",)).get() == 2
-    assert persistent.apply(("a",)).get() == 2
+    assert persistent.apply(("a",)).get() == persistent.apply(("a",)).get() == 2
 
 
 def test_a_call_of_itself_with_its_own_key_is_a_conflict_at_once(app: Celery) -> None:

@@ -24,7 +24,7 @@ from redis.client import Monitor
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import ClaimRequest, SettledWith, SettleRequest, State
+from celery_idempotent.records import SettledWith, State
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.apps import close_app
@@ -191,11 +191,57 @@ def test_celerys_own_trips_are_left_out(shop: Shop):
     assert shop.asked == CELERYS
 
 
-@pytest.mark.parametrize("what", ["broken", "refused"])
-def test_a_failure_is_stored_by_celery(shop: Shop, what: str):
-    task_id = shop.run("pay", what)
+class Own(RedisBackend):
+    """A backend of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "state", "settings"),
+    [
+        pytest.param("pay", "broken", "FAILURE", {}, id="a failure"),
+        pytest.param("pay", "refused", "FAILURE", {}, id="a permanent failure"),
+        pytest.param("pay", "large", "SUCCESS", {}, id="a large result"),
+        pytest.param("apart", "", "SUCCESS", {}, id="a task with a backend of its own"),
+        pytest.param("pay", "", "SUCCESS", {"idempotency_mode": "observe"}, id="observing"),
+        pytest.param(
+            "pay",
+            "",
+            "SUCCESS",
+            {"results": lambda url: f"{__name__}.Own+{url}"},
+            id="a subclass of the backend",
+        ),
+    ],
+)
+def test_celery_stores(
+    open_shop: Callable[..., Shop], name: str, what: str, state: str, settings: dict[str, Any]
+):
+    shop = open_shop(**settings)
+    task_id = shop.run(name, what)
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-    assert shop.app.AsyncResult(task_id).state == "FAILURE"
+    assert shop.app.AsyncResult(task_id).state == state
+
+
+LINK = Signature("plain", args=("x",), immutable=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "sent"),
+    [
+        ("links", {}),
+        ("", {"callbacks": [LINK]}),
+        ("", {"errbacks": [LINK]}),
+        ("", {"chain": [LINK]}),
+        ("", {"chord": Signature("plain"), "group": "g"}),
+    ],
+    ids=["a link that the body made", "a link", "an errback", "a chain", "a chord"],
+)
+def test_celery_stores_what_something_is_sent_after(shop: Shop, what: str, sent: dict[str, Any]):
+    with mock.patch.object(RedisBackend, "on_chord_part_return"):
+        task_id = shop.run("pay", what, **sent)
+    assert "SETEX" in shop.asked
+    assert shop.app.AsyncResult(task_id).state == "SUCCESS"
+    if what:
+        assert [each.task for each in shop.ended.published] == ["plain"]
 
 
 def test_a_duplicate_has_its_result_stored_in_one_trip(shop: Shop):
@@ -230,49 +276,6 @@ def test_the_message_decides_whether_it_is_ignored(shop: Shop):
     assert shop.asked == ["EVALSHA", "EVALSHA"]
 
 
-LINK = Signature("plain", args=("x",), immutable=True)
-
-
-def test_a_link_that_the_body_made_is_sent_before(shop: Shop):
-    shop.run("pay", "links")
-    assert [each for each in shop.asked if each in CELERYS] == CELERYS
-    assert [each.task for each in shop.ended.published] == ["plain"]
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        {"callbacks": [LINK]},
-        {"errbacks": [LINK]},
-        {"chain": [LINK]},
-        {"chord": Signature("plain"), "group": "g"},
-    ],
-    ids=lambda sent: next(iter(sent)),
-)
-def test_a_request_with_something_to_send_has_it_stored_apart(shop: Shop, sent: dict[str, Any]):
-    with mock.patch.object(RedisBackend, "on_chord_part_return"):
-        task_id = shop.run("pay", **sent)
-    assert "SETEX" in shop.asked
-    assert shop.app.AsyncResult(task_id).state == "SUCCESS"
-
-
-def test_a_task_with_a_backend_of_its_own_leaves_it_to_celery(shop: Shop):
-    shop.run("apart")
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-
-
-def test_to_observe_changes_nothing_about_results(open_shop: Callable[..., Shop]):
-    shop = open_shop(idempotency_mode="observe")
-    shop.run("pay")
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-
-
-def test_a_large_result_is_left_to_celery(shop: Shop):
-    task_id = shop.run("pay", "large")
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-    assert shop.app.AsyncResult(task_id).result == "x" * 2_000_000
-
-
 def test_an_eager_call_stores_nothing(shop: Shop):
     task: Any = shop.app.tasks["pay"]
     result = task.apply()
@@ -281,16 +284,6 @@ def test_an_eager_call_stores_nothing(shop: Shop):
 
 
 # -- by another backend, or one that somebody changed ------------------------------------------------------------------
-
-
-class Own(RedisBackend):
-    """A backend of somebody's own."""
-
-
-def test_a_subclass_of_the_backend_stores_by_itself(open_shop: Callable[..., Shop]):
-    shop = open_shop(results=lambda url: f"{__name__}.Own+{url}")
-    shop.run("pay")
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
 
 
 def test_how_long_results_are_kept_may_change_between_two_runs(shop: Shop):
@@ -360,26 +353,6 @@ VALUES: dict[str, Any] = {
 }
 
 
-def stored_by(
-    shop: Shop, theirs: str, what: str, *, extended: bool, **headers: Any
-) -> list[tuple[Any, int, list[bytes]]]:
-    """Return what is stored and told where Celery does it, in the task ``theirs``, and where the settle does it."""
-    found = []
-    for name in (theirs, "pay"):
-        if "idempotency_key" in headers:
-            shop.run(name, what, **headers)
-        task_id = shop.run(name, what, task_id="the-task", **headers)
-        found.append(shop.stored(task_id))
-        with redis.Redis.from_url(shop.url) as client:
-            client.delete(shop.key(task_id))
-    if extended:
-        payload, left, told = found[0]
-        name_of = b'"name": "%b"' % theirs.encode()
-        renamed = [each.replace(name_of, b'"name": "pay"') for each in (payload, *told)]
-        found[0] = renamed[0], left, renamed[1:]
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -387,33 +360,32 @@ def stored_by(
         *(("as it comes", what) for what in VALUES),
     ],
 )
-def test_a_result_is_stored_and_told_as_celery_does(
-    open_shop: Callable[..., Shop], name: str, what: str
+@pytest.mark.parametrize("theirs", ["plain", "apart"])
+def test_a_result_of_a_run_or_a_duplicate_is_stored_and_told_as_celery_does(
+    open_shop: Callable[..., Shop], name: str, what: str, theirs: str
 ):
     settings = SETTINGS[name]
     shop = open_shop(**settings)
-    headers = {"parent_id": "a parent", "stamped_headers": ["by"], "stamps": {"by": "me"}}
-    (payload, left, told), (payload_2, left_2, told_2) = stored_by(
-        shop, "plain", what, extended="result_extended" in settings, **headers
-    )
+    headers: dict[str, Any] = {
+        "parent_id": "a parent",
+        "stamped_headers": ["by"],
+        "stamps": {"by": "me"},
+    }
+    found = []
+    for task in (theirs, "pay"):
+        if theirs == "apart":  # so that each is a duplicate
+            headers["idempotency_key"] = "k"
+            shop.run(task, what, **headers)
+        task_id = shop.run(task, what, task_id="the-task", **headers)
+        found.append(shop.stored(task_id))
+        with redis.Redis.from_url(shop.url) as client:
+            client.delete(shop.key(task_id))
+    (payload, left, told), (payload_2, left_2, told_2) = found
+    if "result_extended" in settings:
+        name_of = b'"name": "%b"' % theirs.encode()
+        payload, *told = (each.replace(name_of, b'"name": "pay"') for each in (payload, *told))
     apart = name in APART or what == "an envelope"
     assert shop.asked[-1] == ("EXEC" if apart else "EVALSHA")
-    assert payload_2 == payload
-    assert told_2 == told
-    assert told[-1] == payload
-    assert left_2 == pytest.approx(left, abs=5)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_duplicates_result_is_stored_and_told_as_celery_does(
-    open_shop: Callable[..., Shop], name: str
-):
-    settings = SETTINGS[name]
-    shop = open_shop(**settings)
-    (payload, left, told), (payload_2, left_2, told_2) = stored_by(
-        shop, "apart", "", extended="result_extended" in settings, idempotency_key="k"
-    )
-    assert shop.asked[-1] == ("EXEC" if name in APART else "EVALSHA")
     assert payload_2 == payload
     assert told_2 == told
     assert told[-1] == payload
@@ -469,56 +441,19 @@ def test_hooks_and_signals_find_a_result_that_is_stored_and_the_backend_as_ever(
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_late_worker_stores_and_tells_nothing_of_its_own(shop: Shop):
-    task: Any = shop.app.tasks["pay"]
-    store: Any = get_store(shop.app)
-    settle = RedisStore.settle_with_result
-
-    def late(self: Any, request: Any, result: Any) -> SettledWith:
-        """Settle after another worker has claimed and settled the key."""
-        identity, keep_ms = request.record.identity, 60_000
-        store.release(identity, token=request.record.token)
-        record = store.claim(
-            ClaimRequest(
-                identity=identity,
-                attempt=b"attempt9",
-                lease_ms=60_000,
-                keep_ms=keep_ms,
-                task_id="another",
-            )
-        ).record
-        value = task.idempotency_definition().codec.dump_value("of the winner")
-        end = SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=keep_ms)
-        assert store.settle(end)
-        answers.append(settle(self, request, result))
-        return answers[0]
-
-    answers: list[SettledWith] = []
-    with mock.patch.object(RedisStore, "settle_with_result", late):
-        task_id = shop.run("pay")
-    assert answers == [SettledWith.LOST]
-    assert shop.app.AsyncResult(task_id).result == "of the winner"
-    assert len(shop.published) == 1
-
-
-def test_a_result_that_does_not_get_through_does_not_keep_the_record_from_being_settled(shop: Shop):
-    """A proxy, or a slow link, that takes no large requests."""
-    away = mock.Mock(side_effect=StoreUnavailable("too large"))
-    with mock.patch.object(RedisStore, "settle_with_result", away):
-        task_id = shop.run("pay")
-    assert away.call_count == 1
-    assert shop.state("pay", task_id) is State.COMPLETED
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
-
-
-def test_a_result_that_the_settle_could_not_store_is_stored_by_celery(shop: Shop):
+@pytest.mark.parametrize("reached", [False, True], ids=["a proxy refuses it", "only the result"])
+def test_a_result_that_does_not_get_through_is_stored_by_celery_and_its_record_is_settled(
+    shop: Shop, reached: bool
+):
     def settle(self: Any, request: Any, result: Any) -> SettledWith:
+        if not reached:
+            raise StoreUnavailable("too large")
         assert self.settle(request)
         return SettledWith.NOTHING
 
     with mock.patch.object(RedisStore, "settle_with_result", settle):
         task_id = shop.run("pay")
+    assert shop.state("pay", task_id) is State.COMPLETED
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
     assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
 

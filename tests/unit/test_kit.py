@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError, IdempotentTask
+from celery_idempotent import IdempotentTask
 from celery_idempotent.testing import (
     assert_ran_once,
     crash_matrix,
@@ -121,14 +121,6 @@ class TestDeliveries:
         deliver_twice(pay, "o2")
         assert bank.charges("o2") == 1
 
-    def test_a_failure_is_shown_with_its_error(self, task):
-        def pay(self: Any, order: str) -> None:
-            raise ValueError(order)
-
-        ended = deliver(task(pay), "o1")
-        assert ended.state == "FAILURE"
-        assert isinstance(ended.value, ValueError)
-
 
 def careless(bank: Bank) -> Callable[..., Any]:
     def careless(self: Any, order: str) -> str:
@@ -148,16 +140,6 @@ def careful(bank: Bank) -> Callable[..., Any]:
         return charged
 
     return careful
-
-
-def forgetful(bank: Bank) -> Callable[..., Any]:
-    def forgetful(self: Any, order: str) -> None:
-        seen = bank.directory / f"seen {order}"
-        if not seen.exists():
-            seen.touch()
-            bank.charge(order)
-
-    return forgetful
 
 
 class TestSignatures:
@@ -223,13 +205,6 @@ class TestCrashMatrix:
                 task(private), arguments=lambda name: [name], effects=lambda _: len(charges)
             )
 
-    def test_it_names_the_line_that_loses_the_charge(self, task, bank):
-        with pytest.raises(AssertionError) as caught:
-            crash_matrix(task(forgetful(bank)), arguments=lambda name: [name], effects=bank.charges)
-        assert re.findall(r"^ *([A-Z]+) +\d+ +(.*)$", str(caught.value), re.MULTILINE) == [
-            ("LOST", "seen.touch()    <- 0, SUCCESS")
-        ]
-
     def test_a_task_with_a_key_of_its_own_at_the_bank_passes_at_every_line(self, task, bank):
         report = crash_matrix(
             task(careful(bank)), arguments=lambda name: [name], effects=bank.charges
@@ -260,14 +235,6 @@ class TestLostWorkers:
     def test_a_line_that_is_never_reached_is_a_mistake(self, task, bank):
         with pytest.raises(AssertionError, match="never came to 1"):
             lose_worker(task(careless(bank)), "o1", at=1)
-
-    def test_what_is_no_function_is_refused(self, app):
-        class Length(IdempotentTask):
-            name = "shop.length"
-            run = len
-
-        with pytest.raises(IdempotencyError, match="not a Python function"):
-            lose_worker(app.register_task(Length()), "o1")
 
 
 SHOP = """

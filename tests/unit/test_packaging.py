@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -65,15 +65,6 @@ def test_no_module_is_left_out_of_the_wheel():
     }
     there = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file()}
     assert wanted - there == set()
-
-
-def test_the_package_is_marked_as_typed():
-    assert resources.files(celery_idempotent).joinpath("py.typed").is_file()
-
-
-def test_the_scripts_of_the_store_are_in_the_package():
-    scripts = resources.files(celery_idempotent) / "stores" / "redis" / "lua"
-    assert any(each.name.endswith(".lua") for each in scripts.iterdir())
 
 
 def test_the_version_is_told_once():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Iterator
 from types import TracebackType
@@ -22,8 +21,11 @@ from celery_idempotent import (
     StoreUnavailable,
 )
 from celery_idempotent.protocol import shield
-from celery_idempotent.records import ClaimRequest, Identity
+from celery_idempotent.records import Identity
 from celery_idempotent.stores.memory import MemoryStore
+from tests.support.records import claim_key
+
+IDENTITY = Identity(namespace="body", key="k")
 
 
 class Pickler(pickle.Pickler):
@@ -80,33 +82,14 @@ def raised_by(app: Celery, body: Any, kind: type[BaseException], **options: Any)
     return loaded
 
 
-def hold(store: MemoryStore, fingerprint: bytes | None = None) -> None:
-    store.claim(
-        ClaimRequest(
-            identity=Identity(namespace="body", key="k"),
-            attempt=os.urandom(8),
-            fingerprint=fingerprint,
-            lease_ms=30_000,
-            keep_ms=90_000,
-            task_id="other",
-            worker="elsewhere:1",
-        )
-    )
-
-
-def test_a_replacement(app):
+@pytest.mark.parametrize(
+    ("options", "kind"), [({}, Ignore), ({"serializer": "no such thing"}, Exception)]
+)
+def test_a_replacement(app, options, kind):
     @app.task(name="other", base=IdempotentTask, shared=False)
     def other() -> None: ...
 
-    assert raised_by(app, lambda self: self.replace(other.si()), Ignore)
-
-
-def test_a_replacement_that_cannot_be_published(app):
-    @app.task(name="other", base=IdempotentTask, shared=False)
-    def other() -> None: ...
-
-    unknown = other.si().set(serializer="no such thing")
-    assert raised_by(app, lambda self: self.replace(unknown), Exception)
+    assert raised_by(app, lambda self: self.replace(other.si().set(**options)), kind)
 
 
 def test_a_store_that_fails(app, store, monkeypatch):
@@ -114,6 +97,7 @@ def test_a_store_that_fails(app, store, monkeypatch):
         raise StoreUnavailable("gone") from Unpicklable()
 
     monkeypatch.setattr(store, "claim", claim)
+    monkeypatch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0.01)
     assert raised_by(app, lambda _: None, Ignore)
 
 
@@ -121,12 +105,12 @@ def test_a_store_that_fails(app, store, monkeypatch):
     ("policy", "kind"), [("retry", Retry), ("raise", InProgress), ("ignore", Ignore)]
 )
 def test_a_conflict(app, store, policy, kind):
-    hold(store)
+    claim_key(store, IDENTITY)
     assert raised_by(app, lambda _: None, kind, idempotency_on_conflict=policy)
 
 
 def test_another_fingerprint(app, store):
-    hold(store, b"another")
+    claim_key(store, IDENTITY, fingerprint=b"another")
     assert raised_by(app, lambda _: None, FingerprintMismatch)
 
 
@@ -139,7 +123,7 @@ def test_a_copy_that_a_broker_does_not_take(app, store, monkeypatch):
     def send(*_: object, **__: object) -> None:
         raise Gone
 
-    hold(store)
+    claim_key(store, IDENTITY)
     monkeypatch.setattr(shield.time, "sleep", lambda _: None)
     monkeypatch.setattr(app, "send_task", send)
     monkeypatch.setattr(app.amqp, "send_task_message", send)

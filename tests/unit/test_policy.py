@@ -16,7 +16,7 @@ from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.settings import is_explicit, milliseconds, own_settings
+from celery_idempotent.settings import is_explicit, own_settings
 
 DAY = 86_400_000
 
@@ -36,9 +36,6 @@ def define(app: Celery | None = None, **options: Any) -> IdempotentTask:
     task = app.task(name="shop.charge", base=IdempotentTask, shared=False, **options)(charge)
     assert task.idempotency_policy is not None
     return task  # type: ignore[no-any-return]
-
-
-def nothing() -> None: ...
 
 
 def policy(app: Celery | None = None, **options: Any) -> Policy:
@@ -80,27 +77,20 @@ class TestDefaults:
     def test_an_unfinished_record_is_kept_for_the_retention_or_its_lease(self, retention, kept):
         assert policy(idempotency_retention=retention, idempotency_lease=30).keep_ms == kept
 
-    def test_a_policy_is_frozen(self):
-        with pytest.raises(AttributeError):
-            policy().lease_ms = 1  # type: ignore[misc]
-
 
 GOOD = [
     ("lease", 30, "lease_ms", 30_000),
-    ("lease", 0.5, "lease_ms", 500),
     ("lease", 0.1, "lease_ms", 100),
+    ("lease", 1.0001, "lease_ms", 1001),
     ("lease", timedelta(minutes=2), "lease_ms", 120_000),
     ("retention", 0, "retention_ms", 0),
     ("retention", timedelta(days=7), "retention_ms", 7 * DAY),
     ("retention", 0.0001, "retention_ms", 1),
     ("on_conflict", "raise", "on_conflict", "raise"),
-    ("on_conflict", "retry", "on_conflict", "retry"),
     ("permanent_errors", (ValueError, KeyError), "permanent_errors", (ValueError, KeyError)),
     ("permanent_errors", [ValueError], "permanent_errors", (ValueError,)),
     ("permanent_errors", ValueError, "permanent_errors", (ValueError,)),
-    ("permanent_errors", (), "permanent_errors", ()),
     ("max_crashes", 0, "max_crashes", 0),
-    ("max_crashes", 100, "max_crashes", 100),
     ("store_result", False, "store_result", False),
     ("max_result_bytes", 0, "max_result_bytes", 0),
     ("serializer", "json", "serializer", "json"),
@@ -114,36 +104,26 @@ GOOD = [
 ]
 
 BAD = [
-    ("lease", 0, "at least 0.1 seconds"),
     ("lease", 0.09, "at least 0.1 seconds"),
     ("lease", -1, "between 0 and ten years"),
-    ("lease", float("inf"), "between 0 and ten years"),
     ("lease", float("nan"), "between 0 and ten years"),
     ("lease", "60", "seconds or a timedelta"),
     ("lease", True, "seconds or a timedelta"),
     ("lease", None, "seconds or a timedelta"),
     ("lease", Decimal(3), "seconds or a timedelta"),
     ("lease", timedelta(days=4000), "between 0 and ten years"),
-    ("lease", timedelta(seconds=-1), "between 0 and ten years"),
     ("retention", -0.001, "between 0 and ten years"),
     ("retention", None, "seconds or a timedelta"),
-    ("retention", [], "seconds or a timedelta"),
     ("on_conflict", "wat", "'retry', 'wait', 'ignore', 'raise'"),
-    ("on_conflict", None, "'retry', 'wait', 'ignore', 'raise'"),
     ("on_conflict", ["retry"], "'retry', 'wait', 'ignore', 'raise'"),
     ("permanent_errors", ("ValueError",), "exception types"),
     ("permanent_errors", (ValueError("x"),), "exception types"),
-    ("permanent_errors", (SystemExit,), "exception types"),
     ("permanent_errors", BaseException, "exception types"),
     ("permanent_errors", None, "exception types"),
     ("max_crashes", -1, "0 or a positive whole number"),
     ("max_crashes", 1.5, "0 or a positive whole number"),
     ("max_crashes", True, "0 or a positive whole number"),
-    ("max_crashes", "3", "0 or a positive whole number"),
-    ("max_crashes", None, "0 or a positive whole number"),
-    ("store_result", "no", "True or False"),
     ("store_result", 0, "True or False"),
-    ("max_result_bytes", -1, "0 or a positive whole number"),
     ("max_result_bytes", None, "0 or a positive whole number"),
     ("serializer", 1, "name of kombu's registry"),
     ("serializer", "nonsense", "is not installed"),
@@ -187,17 +167,6 @@ class TestValues:
         with pytest.raises(InvalidOption, match="atomic"):
             define(idempotency_atomic=True, idempotency_on_store_error="open")
 
-    def test_a_task_is_named_with_its_bad_value(self):
-        with pytest.raises(InvalidOption, match=r"idempotency_lease of task shop\.charge must be"):
-            define(idempotency_lease="long")
-
-    @pytest.mark.parametrize(
-        ("value", "expected"),
-        [(0, 0), (0.0000001, 1), (1.0001, 1001), (timedelta(microseconds=1), 1), (2, 2000)],
-    )
-    def test_times_are_never_rounded_down_to_nothing(self, value, expected):
-        assert milliseconds(value) == expected
-
 
 class TestNames:
     @pytest.mark.parametrize(
@@ -226,24 +195,6 @@ class TestNames:
         with pytest.raises(InvalidOption, match=f"{name} is a setting of the app"):
             define(**{name: "memory://"})
 
-    def test_an_attribute_that_a_base_class_brings_is_checked_too(self):
-        class Base(IdempotentTask):
-            abstract = True
-            idempotency_leese = 5
-
-        app = make_app()
-        task = app.task(name="t", base=Base, shared=False)(nothing)
-        with pytest.raises(InvalidOption, match="idempotency_lease"):
-            task.idempotency_policy  # noqa: B018
-
-    def test_the_methods_of_a_task_are_no_options(self):
-        task = define()
-        assert callable(task.idempotency_record)
-        assert callable(task.idempotency_forget)
-
-    def test_settings_of_others_are_nothing_to_us(self):
-        define(make_app(idempotent=1, idempotencykey=2, result_expires=3))
-
 
 class TestPrecedence:
     def test_an_attribute_wins_over_a_setting(self):
@@ -251,23 +202,18 @@ class TestPrecedence:
         found = policy(app, idempotency_lease=30)
         assert (found.lease_ms, found.retention_ms) == (30_000, 20_000)
 
-    def test_an_attribute_of_a_base_class_wins_over_a_setting(self):
+    def test_a_task_wins_over_its_base_class_and_that_over_a_setting(self):
         class Base(IdempotentTask):
             abstract = True
             idempotency_lease = 40
 
         app = make_app(idempotency_lease=10)
-        task = app.task(name="t", base=Base, shared=False)(nothing)
-        assert task.idempotency_policy.lease_ms == 40_000
+        for options, lease_ms in (({}, 40_000), ({"idempotency_lease": 50}, 50_000)):
 
-    def test_a_task_wins_over_its_base_class(self):
-        class Base(IdempotentTask):
-            abstract = True
-            idempotency_lease = 40
+            @app.task(name=f"t{lease_ms}", base=Base, shared=False, **options)
+            def task() -> None: ...
 
-        app = make_app()
-        task = app.task(name="t", base=Base, shared=False, idempotency_lease=50)(nothing)
-        assert task.idempotency_policy.lease_ms == 50_000
+            assert task.idempotency_policy.lease_ms == lease_ms
 
     def test_key_options_are_settings_as_well(self):
         app = make_app(idempotency_key=ALL_ARGUMENTS, idempotency_namespace="all.of.it")
@@ -311,37 +257,20 @@ class TestFunctions:
         assert (identified.identity.key, identified.identity.scope) == ("o/5", "of o")
         assert identified.fingerprint is not None
 
-    def test_a_staticmethod_of_a_class_based_task_as_well(self):
-        class Charge(IdempotentTask):
-            name = "shop.charge"
-
-            @staticmethod
-            def idempotency_key(order_id: str) -> str:
-                return f"<{order_id}>"
-
-            def run(self, order_id: str) -> None: ...
-
-        app = make_app()
-        task = app.register_task(Charge())
-        assert (
-            identify_delivery(task._definition, {}, ["o"], {}, task_id="id").identity.key == "<o>"
-        )
-
-    def test_a_plain_function_in_the_class_body_as_well(self):
+    @pytest.mark.parametrize("static", [True, False])
+    def test_nor_is_one_of_a_class_based_task(self, static):
         def key_of(order_id: str) -> str:
             return f"<{order_id}>"
 
         class Charge(IdempotentTask):
             name = "shop.charge"
-            idempotency_key = key_of
+            idempotency_key = staticmethod(key_of) if static else key_of
 
             def run(self, order_id: str) -> None: ...
 
-        app = make_app()
-        task = app.register_task(Charge())
-        assert (
-            identify_delivery(task._definition, {}, ["o"], {}, task_id="id").identity.key == "<o>"
-        )
+        task = make_app().register_task(Charge())
+        identified = identify_delivery(task._definition, {}, ["o"], {}, task_id="id")
+        assert identified.identity.key == "<o>"
 
 
 class TestWhatTheUserSet:
@@ -363,32 +292,37 @@ class TestWhatTheUserSet:
         assert policy(app).retention_ms == 4000
 
 
-class TestAcks:
-    def test_are_late_and_lost_messages_come_back(self):
-        task = define()
-        assert task.acks_late is True
-        assert task.reject_on_worker_lost is True
-
-    def test_an_attribute_of_the_task_wins(self):
-        task = define(acks_late=False, reject_on_worker_lost=False)
-        assert task.acks_late is False
-        assert task.reject_on_worker_lost is False
-
-    @pytest.mark.parametrize("value", [True, False])
-    def test_an_explicit_setting_wins(self, value):
-        task = define(make_app(task_acks_late=value, task_reject_on_worker_lost=value))
-        assert task.acks_late is value
-        assert task.reject_on_worker_lost is value
-
-    def test_an_explicit_setting_that_is_celerys_default_wins_as_well(self):
-        app = Celery("h", set_as_current=False)
-        app.config_from_object(SimpleNamespace(CELERY_TASK_ACKS_LATE=False), namespace="CELERY")
-        app.conf.idempotency_store = "memory://"
-        task = define(app)
-        assert task.acks_late is False
-        assert task.reject_on_worker_lost is True
-
-    def test_they_are_the_apps_own_business(self):
-        early = define(make_app(task_acks_late=False))
-        late = define(make_app())
-        assert (early.acks_late, late.acks_late) == (False, True)
+@pytest.mark.parametrize(
+    ("settings", "attributes", "late", "comes_back"),
+    [
+        pytest.param({}, {}, True, True, id="by default"),
+        pytest.param(
+            {},
+            {"acks_late": False, "reject_on_worker_lost": False},
+            False,
+            False,
+            id="an attribute wins",
+        ),
+        pytest.param(
+            {"task_acks_late": False, "task_reject_on_worker_lost": False},
+            {},
+            False,
+            False,
+            id="a setting wins",
+        ),
+        pytest.param(
+            {"CELERY_TASK_ACKS_LATE": False},
+            {},
+            False,
+            True,
+            id="also one that is Celery's default",
+        ),
+    ],
+)
+def test_acks_are_late_and_lost_messages_come_back(settings, attributes, late, comes_back):
+    app = Celery("acks", broker="memory://", set_as_current=False)
+    namespace = "CELERY" if any(name.isupper() for name in settings) else None
+    app.config_from_object(SimpleNamespace(**settings), namespace=namespace)
+    app.conf.idempotency_store = "memory://"
+    task = define(app, **attributes)
+    assert (task.acks_late, task.reject_on_worker_lost) == (late, comes_back)

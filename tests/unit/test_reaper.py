@@ -13,7 +13,7 @@ from celery.signals import task_prerun
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.records import Identity, SettleRequest, State
+from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
@@ -31,12 +31,6 @@ def define(app: Celery, name: str = "work", **options: Any) -> Any:
     return app.task(name=name, base=IdempotentTask, shared=False, **options)(work)
 
 
-@pytest.fixture
-def nothing_shared(monkeypatch):
-    """No ``shared_task`` of another test's Django project comes to the apps of this one."""
-    monkeypatch.setattr("celery._state._on_app_finalizers", set())
-
-
 class TestRegistration:
     def test_an_idempotent_task_brings_the_sweep_and_its_schedule(self):
         app = make_app()
@@ -48,27 +42,12 @@ class TestRegistration:
         # A tick that nobody took is of no use once the next one is due.
         assert 0 < entry["options"]["expires"] <= 30
 
-    def test_an_app_without_idempotent_tasks_gets_nothing(self, nothing_shared):
+    def test_an_app_without_idempotent_tasks_gets_nothing_until_it_has_one(self):
         app = make_app()
         app.task(name="plain", shared=False)(lambda_free)
         app.finalize()
         assert SWEEP not in app.tasks
         assert SWEEP not in app.conf.beat_schedule
-
-    def test_many_tasks_bring_it_once(self, recwarn):
-        app = make_app()
-        for n in range(5):
-            define(app, f"work{n}")
-        app.finalize()
-        first = app.tasks[SWEEP]
-        define(app, "late")
-        assert app.tasks[SWEEP] is first
-        assert len([name for name in app.tasks if "sweep" in name]) == 1
-        assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
-
-    def test_a_task_defined_after_finalize_brings_it_too(self):
-        app = make_app()
-        app.finalize()
         define(app)
         assert SWEEP in app.tasks
         assert SWEEP in app.conf.beat_schedule
@@ -77,8 +56,11 @@ class TestRegistration:
         first, second = make_app(), make_app(idempotency_sweep_interval=5)
         define(first)
         define(second)
-        assert first.tasks[SWEEP] is not second.tasks[SWEEP]
-        assert first.tasks[SWEEP].app is first
+        sweep_of_first = first.tasks[SWEEP]
+        assert sweep_of_first is not second.tasks[SWEEP]
+        assert sweep_of_first.app is first
+        define(first, "late")
+        assert first.tasks[SWEEP] is sweep_of_first
         assert first.conf.beat_schedule[SWEEP]["schedule"] == 30
         assert second.conf.beat_schedule[SWEEP]["schedule"] == 5
         assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
@@ -136,18 +118,14 @@ class TestRegistration:
 class TestSchedule:
     def test_an_entry_of_the_users_own_is_kept(self):
         mine = {"task": SWEEP, "schedule": crontab(minute="*/5"), "args": (100,)}
-        app = make_app(beat_schedule={SWEEP: mine, "other": {"task": "x", "schedule": 1}})
-        define(app)
-        app.finalize()
-        assert app.conf.beat_schedule == {SWEEP: mine, "other": {"task": "x", "schedule": 1}}
-
-    def test_other_entries_are_kept_and_the_users_dict_is_not_changed(self):
-        mine = {"other": {"task": "x", "schedule": 1}}
-        app = make_app(beat_schedule=mine)
-        define(app)
-        app.finalize()
-        assert set(app.conf.beat_schedule) == {"other", SWEEP}
-        assert set(mine) == {"other"}
+        other = {"other": {"task": "x", "schedule": 1}}
+        app, without = make_app(beat_schedule={SWEEP: mine, **other}), make_app(beat_schedule=other)
+        for each in (app, without):
+            define(each)
+            each.finalize()
+        assert app.conf.beat_schedule == {SWEEP: mine, **other}
+        assert without.conf.beat_schedule.keys() == {SWEEP, "other"}
+        assert other.keys() == {"other"}
 
     def test_none_switches_the_schedule_off_and_leaves_the_task(self):
         app = make_app(idempotency_sweep_interval=None)
@@ -183,15 +161,8 @@ class TestSweep:
 
     def hold(self, store: MemoryStore, key: str, lease_ms: int = 1000, **more: Any) -> Identity:
         identity = Identity(namespace="work", key=key)
-        claim_key(
-            store,
-            identity,
-            lease_ms=lease_ms,
-            keep_ms=100_000,
-            task_id="t",
-            worker="host:1",
-            **more,
-        )
+        about = {"lease_ms": lease_ms, "keep_ms": 100_000, "task_id": "t", "worker": "host:1"}
+        claim_key(store, identity, **about, **more)
         return identity
 
     def test_interrupts_what_is_stale_and_nothing_else(self, store, clock, caplog):
@@ -248,19 +219,6 @@ class TestSweep:
         with pytest.raises(ProcessingTimedOut):
             task.apply(idempotency_key="a", throw=True)
         assert store.get(held).state is State.FAILED
-
-    def test_the_owner_of_a_key_that_a_sweep_failed_completes_it_all_the_same(self, store, clock):
-        record = store.get(self.hold(store, "late", on_stale="fail"))
-        clock.advance(1000)
-        assert sweep(make_app(store))["failed"] == 1
-        end = SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=100_000)
-        assert store.settle(end)
-        assert store.get(record.identity).state is State.COMPLETED
-
-    def test_prunes_what_is_past_its_retention(self, store, clock):
-        self.hold(store, "old")
-        clock.advance(200_000)
-        assert sweep(make_app(store))["pruned"] == 1
 
     def test_is_bounded_and_says_that_there_is_more(self, store, clock):
         for n in range(5):

@@ -44,6 +44,10 @@ exact_in_json = st.recursive(
 )
 
 
+LOOP: list[object] = []
+LOOP.append(LOOP)
+
+
 def stored(serializer: Serializer, value: object) -> Stored:
     answer = serializer.dump(value)
     assert isinstance(answer, Stored)
@@ -101,10 +105,6 @@ def test_json_keeps_the_odd_values_too(value: object):
     assert JSON.load(stored(JSON, value)) == value
 
 
-def test_json_turns_tuples_into_lists_and_keys_into_strings():
-    assert JSON.load(stored(JSON, (1, {2: None}))) == [1, {"2": None}]
-
-
 def test_a_body_is_bytes_and_says_how_it_was_written():
     assert stored(JSON, {"größe": 1}) == Stored(
         content_type="application/json",
@@ -124,18 +124,21 @@ def test_a_body_is_bytes_and_says_how_it_was_written():
         10**5000,
         {"__type__": "unheard-of", "__value__": 1},
         [{"__type__": "uuid", "__value__": {"hex": "no"}}],
+        LOOP,
     ],
-    ids=["object", "set", "tuple key", "secretive", "endless int", "false type", "false uuid"],
+    ids=[
+        "object",
+        "set",
+        "tuple key",
+        "secretive",
+        "endless int",
+        "false type",
+        "false uuid",
+        "loop",
+    ],
 )
 def test_what_json_cannot_bring_back_is_not_stored(value: object):
     with pytest.raises(NotStored, match=f"a {type(value).__qualname__} cannot be written as json"):
-        JSON.dump(value)
-
-
-def test_what_contains_itself_is_not_stored():
-    value: list[object] = []
-    value.append(value)
-    with pytest.raises(NotStored, match="a list cannot"):
         JSON.dump(value)
 
 
@@ -152,9 +155,7 @@ def test_a_value_may_have_as_many_bytes_as_allowed_and_no_more():
         JSON.dump("é" * 10, max_bytes=61)
     with pytest.raises(NotStored):
         JSON.dump("é" * 10, max_bytes=0)
-
-
-def test_a_body_that_is_too_large_is_not_read_back_to_check_it():
+    # Nor is it read back to check it.
     with pytest.raises(NotStored, match="a dict takes 42 bytes as json, and 5 are allowed"):
         JSON.dump({"__type__": "unheard-of", "__value__": 1}, max_bytes=5)
 
@@ -200,29 +201,22 @@ def test_a_damaged_body_is_reported_without_its_content(serializer: Serializer, 
     assert caught.value.__context__ is None
 
 
-def test_accept_takes_names_and_content_types():
-    by_type = Serializer("pickle", {"application/x-python-serialize"})
-    assert by_type.load(stored(by_type, (1,))) == (1,)
-
-
-def test_what_one_serializer_wrote_another_that_accepts_it_reads():
-    both = Serializer("json", ["json", "pickle"])
+def test_what_one_serializer_wrote_another_that_accepts_its_type_reads():
+    both = Serializer("json", ["json", "application/x-python-serialize"])
     assert both.load(stored(PICKLE, (1,))) == (1,)
 
 
-def test_an_unknown_serializer_is_refused():
-    with pytest.raises(InvalidOption, match="'jsno' is not installed"):
-        Serializer("jsno")
-
-
-def test_an_unknown_name_in_accept_content_is_refused():
-    with pytest.raises(InvalidOption, match="'jsno'"):
-        Serializer("json", ["json", "jsno"])
-
-
-def test_a_serializer_that_the_app_does_not_accept_is_refused():
-    with pytest.raises(InvalidOption, match=r"'pickle' .* does not accept .*accepts json"):
-        Serializer("pickle", ["json"])
+@pytest.mark.parametrize(
+    ("name", "accept", "said"),
+    [
+        ("jsno", ["json"], "'jsno' is not installed"),
+        ("json", ["json", "jsno"], "'jsno'"),
+        ("pickle", ["json"], r"'pickle' .* does not accept .*accepts json"),
+    ],
+)
+def test_what_the_app_does_not_know_or_accept_is_refused(name: str, accept: list[str], said: str):
+    with pytest.raises(InvalidOption, match=said):
+        Serializer(name, accept)
 
 
 def test_of_several_formats_the_first_that_the_app_reads_is_taken():
@@ -254,23 +248,17 @@ def test_a_format_that_writes_what_it_cannot_read_is_found_out(register: Callabl
         lossy.dump("a")
 
 
-def test_msgpack_keeps_only_what_it_can_read():
-    pytest.importorskip("msgpack")
-    msgpack = Serializer("msgpack", ["msgpack"])
-    assert msgpack.load(stored(msgpack, {"a": [1, b"b", None]})) == {"a": [1, b"b", None]}
-    with pytest.raises(NotStored):
-        msgpack.dump({1: "a"})
-    with pytest.raises(NotStored):
-        msgpack.dump(2**70)
-    with pytest.raises(NotStored):
-        msgpack.dump(uuid.uuid4())
-
-
-def test_yaml_keeps_only_what_it_can_read():
-    pytest.importorskip("yaml")
-    yaml = Serializer("yaml", ["yaml"])
-    assert yaml.load(stored(yaml, {"a": {1, 2}})) == {"a": {1, 2}}
-    with pytest.raises(NotStored):
-        yaml.dump({("a", "b"): 1})
-    with pytest.raises(NotStored):
-        yaml.dump(decimal.Decimal(1))
+@pytest.mark.parametrize(
+    ("name", "kept", "refused"),
+    [
+        ("msgpack", {"a": [1, b"b", None]}, [{1: "a"}, 2**70, uuid.uuid4()]),
+        ("yaml", {"a": {1, 2}}, [{("a", "b"): 1}, decimal.Decimal(1)]),
+    ],
+)
+def test_others_keep_only_what_they_can_read(name: str, kept: object, refused: list[object]):
+    pytest.importorskip(name)
+    serializer = Serializer(name, [name])
+    assert serializer.load(stored(serializer, kept)) == kept
+    for value in refused:
+        with pytest.raises(NotStored):
+            serializer.dump(value)

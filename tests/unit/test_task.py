@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -23,11 +21,9 @@ from kombu.exceptions import EncodeError, OperationalError
 from celery_idempotent import (
     ALL_ARGUMENTS,
     FingerprintMismatch,
-    IdempotencyError,
     IdempotentTask,
     InProgress,
     InvalidKey,
-    InvalidOption,
     KeyMissing,
     ProcessingTimedOut,
     ResultUnavailable,
@@ -42,7 +38,6 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.apps import redefine
 from tests.support.records import claim_key
-from tests.support.workers import child_environment
 
 Published = list[SimpleNamespace]
 
@@ -153,46 +148,26 @@ def record(store: MemoryStore, key: str, namespace: str = "shop.charge") -> Any:
 class TestStamp:
     """Key, scope and fingerprint are computed at publish, and travel in one header."""
 
-    def test_a_key_rule_stamps_the_message(self, published, charge):
-        message = send(published, charge, "o-1", 5)
-        assert message.stamp["key"] == "o-1"
-        assert message.stamp["id"] == message.id
+    def test_a_message_has_one_beside_the_headers_of_the_user(self, published, charge):
+        mine = {"x-trace": "abc"}
+        message = send(published, charge, "o-1", 5, headers=mine)
+        assert (message.stamp["key"], message.stamp["id"]) == ("o-1", message.id)
         assert len(bytes.fromhex(message.stamp["fingerprint"])) == 16
+        assert message.headers["x-trace"] == "abc"
+        assert mine == {"x-trace": "abc"}
+        given = send(published, charge, "o-1", idempotency_key="mine", idempotency_scope="b")
+        assert (given.stamp["key"], given.stamp["scope"]) == ("mine", "b")
+        assert not [name for name in given.properties if "idempotency" in name]
 
-    def test_a_task_without_a_rule_is_not_stamped(self, app, published):
-        plain = app.task(name="plain", base=IdempotentTask, shared=False)(nothing)
-        assert send(published, plain).stamp is None
-
-    def test_a_key_given_with_the_call_wins_over_the_rule(self, published, charge):
-        assert send(published, charge, "o-1", idempotency_key="mine").stamp["key"] == "mine"
-
-    def test_our_options_do_not_become_message_properties(self, published, charge):
-        message = send(published, charge, "o-1", idempotency_key="a", idempotency_scope="b")
-        assert not [name for name in message.properties if "idempotency" in name]
-
-    @pytest.mark.parametrize("how", ["set", "header", "clone", "json"])
-    def test_a_signature_carries_its_key(self, app, published, charge, how):
-        if how == "header":
-            sig = charge.s("o-1").set(headers={"idempotency_key": "mine"})
-        else:
-            sig = charge.s("o-1").set(idempotency_key="mine")
-        if how == "clone":
-            sig = sig.clone()
-        if how == "json":
-            import json
-
-            sig = app.signature(json.loads(json.dumps(sig)))
+    @pytest.mark.parametrize(
+        "option", [{"idempotency_key": "mine"}, {"headers": {"idempotency_key": "mine"}}]
+    )
+    def test_a_signature_carries_its_key(self, app, published, charge, option):
+        sig = charge.s("o-1").set(**option)
         sig.apply_async()
-        sig.apply_async()
+        app.signature(json.loads(json.dumps(sig))).apply_async()
         assert [message.stamp["key"] for message in published] == ["mine", "mine"]
         assert published[0].id != published[1].id
-
-    def test_headers_of_the_user_are_kept_and_their_dict_is_not_changed(self, published, charge):
-        mine = {"x-trace": "abc"}
-        message = send(published, charge, "o-1", headers=mine)
-        assert message.headers["x-trace"] == "abc"
-        assert message.stamp["key"] == "o-1"
-        assert mine == {"x-trace": "abc"}
 
     def test_nothing_is_published_with_a_key_that_cannot_be_used(self, published, charge):
         for bad in (True, "", "a\nb", 1.5, "x" * 256):
@@ -203,23 +178,6 @@ class TestStamp:
         with pytest.raises(KeyMissing, match=r"shop\.charge"):
             charge.apply_async((None,))
         assert published == []
-
-    def test_delay_does_not_take_our_options(self, charge):
-        with pytest.raises(TypeError):
-            charge.delay("o-1", idempotency_key="mine")
-
-    def test_the_options_of_a_beat_entry_are_stamped(self, app, published, charge):
-        from celery.beat import ScheduleEntry, Scheduler
-
-        charge.idempotency_policy  # noqa: B018
-        scheduler = Scheduler(app, lazy=True)
-        options = {"idempotency_key": "tick", "headers": {"x": 1}}
-        entry = ScheduleEntry(
-            name="e", task="shop.charge", schedule=5, args=("o",), options=options, app=app
-        )
-        for _ in range(2):
-            scheduler.apply_async(entry, advance=False)
-        assert [message.stamp["key"] for message in published] == ["tick", "tick"]
 
 
 class TestForwardedHeaders:
@@ -387,13 +345,6 @@ class TestCelerysStamps:
 
 class TestDelivery:
     """As a worker's child runs a message, without the worker."""
-
-    def test_a_message_runs_once_however_often_it_comes(self, app, published, charge, runs):
-        message = send(published, charge, "o-1")
-        for _ in range(3):
-            deliver(app, message, redelivered=True)
-        assert runs == ["o-1"]
-        assert app.AsyncResult(message.id).result == "receipt o-1"
 
     def test_a_body_learns_its_claim(self, app, published, store):
         seen = []
@@ -813,60 +764,12 @@ class TestRetries:
         assert record(store, "k", "t").state is State.COMPLETED
         assert record(store, "other", "t") is None
 
-    def test_a_retry_with_other_arguments_keeps_key_and_fingerprint_of_a_key_in_celerys_stamps(
-        self, app, store, published, runs
-    ):
-        @ours(app, bind=True)
-        def task(self: Any, amount: int) -> str:
-            runs.append(amount)
-            if not self.request.retries:
-                raise self.retry(countdown=0, args=[2], kwargs={})
-            return "done"
-
-        signature = task.s(1)
-        signature.stamp(idempotency_key="k")
-        signature.apply_async()
-        message = published[-1]
-        del message.headers["idempotency"]  # of a program that knows nothing of keys
-        deliver(app, message)
-        deliver(app, published[-1])
-        assert runs == [1, 2]
-        found = record(store, "k", "t")
-        assert found.state is State.COMPLETED
-        assert (
-            found.fingerprint
-            == task._definition.identify((1,), {}, task_id="x", key="k").fingerprint
-        )
-
-    def test_the_key_is_free_before_the_retry_is_on_its_way(self, app, store, published, flaky):
-        free = []
-
-        def note(**_: Any) -> None:
-            free.append(record(store, "k", "flaky") is None)
-
-        message = send(published, flaky, "k")
-        before_task_publish.connect(note, weak=False)
-        try:
-            deliver(app, message)
-        finally:
-            before_task_publish.disconnect(note)
-        assert free == [True]
-
     def test_what_is_sent_again_by_hand_with_its_headers_keeps_key_and_fingerprint(
         self, published, charge
     ):
         message = send(published, charge, "o-1", idempotency_key="given")
         again = send(published, charge, "o-2", task_id=message.id, headers=message.headers)
         assert again.stamp == message.stamp
-
-    def test_a_retry_that_gives_a_key_of_its_own_gets_it(self, app, published):
-        @ours(app, bind=True, idempotency_key="key")
-        def task(self: Any, key: str) -> None:
-            raise self.retry(countdown=0, idempotency_key="new")
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        assert published[-1].stamp["key"] == "new"
 
     def test_a_conflict_is_not_seen_by_autoretry(self, app, store, published):
         @ours(
@@ -968,16 +871,6 @@ class TestFunctionCalls:
 
 
 class TestBases:
-    def test_class_based_tasks_are_checked_as_well(self, app):
-        class Wrong(IdempotentTask):
-            name = "wrong"
-            idempotency_key = "no_such_argument"
-
-            def run(self, order_id: str) -> None: ...
-
-        with pytest.raises(InvalidOption, match="no_such_argument"):
-            app.register_task(Wrong())
-
     def test_hooks_of_the_user_are_called_for_runs_and_replays(self, app, published):
         calls = []
 
@@ -1013,13 +906,6 @@ class TestBases:
 
 
 class TestEager:
-    def test_always_eager_as_well(self, app, charge, runs, store):
-        app.conf.task_always_eager = True
-        assert charge.delay("o-1").get() == "receipt o-1"
-        assert charge.apply_async(("o-1",)).get() == "receipt o-1"
-        assert runs == ["o-1"]
-        assert record(store, "o-1").state is State.COMPLETED
-
     def test_apply_takes_a_key_and_a_scope(self, charge, runs, store):
         charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
         charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
@@ -1033,81 +919,6 @@ class TestEager:
         with pytest.raises(InProgress):
             charge.apply(("o-1",), throw=True)
         assert runs == []
-
-    def test_a_permanent_error_is_raised_again_without_a_run(self, app, runs):
-        @ours(app, idempotency_key="key", idempotency_permanent_errors=(KeyError,))
-        def task(key: str) -> None:
-            runs.append(key)
-            raise KeyError("no such order")
-
-        for _ in range(2):
-            error = task.apply(("k",)).result
-            assert isinstance(error, KeyError)
-            assert error.args == ("no such order",)
-        assert runs == ["k"]
-
-
-def whole_app(store: MemoryStore, **settings: Any) -> Celery:
-    app = Celery(
-        "whole",
-        broker="memory://",
-        backend="cache+memory://",
-        task_cls="celery_idempotent:IdempotentTask",
-        set_as_current=False,
-    )
-    app.conf.update(idempotency_store=store, task_always_eager=True, **settings)
-    return app
-
-
-class TestWholeApp:
-    """Every task is one of ours; Celery's own are left alone."""
-
-    @pytest.fixture
-    def app(self, store: MemoryStore) -> Celery:
-        return whole_app(store)
-
-    @pytest.fixture
-    def add(self, app: Celery, runs: list[Any]) -> Any:
-        @app.task(name="add", shared=False)
-        def add(x: int, y: int) -> int:
-            runs.append((x, y))
-            return x + y
-
-        return add
-
-    @pytest.fixture
-    def total(self, app: Celery) -> Any:
-        @app.task(name="total", shared=False)
-        def total(numbers: list[int]) -> int:
-            return sum(numbers)
-
-        return total
-
-    def test_celerys_own_are_left_alone(self, app, add):
-        app.finalize()
-        own = [name for name in app.tasks if name.startswith("celery.")]
-        assert len(own) >= 8
-        for name in own:
-            task = app.tasks[name]
-            if isinstance(task, IdempotentTask):
-                with pytest.raises(IdempotencyError):
-                    task.idempotency_policy  # noqa: B018
-                assert task._definition is None
-
-    def test_an_app_that_does_not_accept_what_it_writes_is_served_all_the_same(self):
-        app = make_app(
-            result_serializer="msgpack", task_serializer="pickle", accept_content=["json"]
-        )
-
-        @ours(app, "write_only", idempotency_key="key")
-        def write_only(key: str) -> str:
-            return f"receipt {os.urandom(8).hex()}"
-
-        first = write_only.apply(["k"])
-        assert first.state == "SUCCESS"
-        assert write_only.apply(["k"]).result == first.result
-        record = write_only.idempotency_record("k")
-        assert record.value.content_type == "application/json"
 
 
 class TestCallbacks:
@@ -1188,79 +999,6 @@ class TestReplace:
         assert answer.state == state
         if state == "FAILURE":
             assert isinstance(answer.result, ResultUnavailable)
-
-
-class TestDjango:
-    """In a Django project the class is the one with ``delay_on_commit``."""
-
-    CODE = """
-import sys
-import celery_idempotent
-from celery_idempotent import IdempotentTask
-from celery_idempotent.celery.task import IdempotentTask as Plain
-print(issubclass(IdempotentTask, Plain), hasattr(IdempotentTask, "delay_on_commit"))
-print("celery_idempotent.django" in sys.modules)
-"""
-
-    def run(self, code: str, **variables: str) -> list[str]:
-        environment = {**child_environment(), **variables}
-        for name in [name for name in ("DJANGO_SETTINGS_MODULE",) if name not in variables]:
-            environment.pop(name, None)
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    def test_without_it_is_the_plain_one_and_ours_for_django_is_not_imported(self):
-        assert self.run(self.CODE) == ["True", "False", "False"]
-
-    def test_with_settings_but_without_django_it_is_the_plain_one(self):
-        block = "import sys; sys.modules['django'] = None\n"
-        found = self.run(block + self.CODE, DJANGO_SETTINGS_MODULE="proj.settings")
-        assert found[:2] == ["True", "False"]
-
-    def test_with_django_settings_it_is_the_django_class_and_publishing_on_commit_takes_our_options(
-        self,
-    ):
-        pytest.importorskip("django")
-        code = """
-import django
-from django.conf import settings
-settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}})
-django.setup()
-from celery import Celery
-from celery.signals import before_task_publish
-from django.db import transaction
-from celery_idempotent import IdempotentTask
-app = Celery("d", broker="memory://", backend="cache+memory://")
-app.conf.idempotency_store = "memory://"
-@app.task(base=IdempotentTask, idempotency_key="key")
-def work(key): ...
-sent = []
-before_task_publish.connect(lambda headers=None, **_: sent.append(headers["idempotency"]["key"]), weak=False)
-with transaction.atomic():
-    work.delay_on_commit("a")
-    work.apply_async_on_commit(("b",), idempotency_key="mine")
-    print(len(sent))
-print(*sent)
-"""
-        found = self.run(self.CODE + code, DJANGO_SETTINGS_MODULE="none")
-        assert found == ["True", "True", "True", "0", "a", "mine"]
-
-
-def nothing() -> None: ...
-
-
-def test_the_package_root_has_no_other_surprises():
-    import celery_idempotent
-
-    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
-        celery_idempotent.Nonsense  # noqa: B018
 
 
 def test_the_time_limit_of_a_worker_is_that_of_its_own_app(app, store, published):

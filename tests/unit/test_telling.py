@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import pytest
 from celery import Celery
+from celery.utils.dispatch import Signal
 
 from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim, signals
 from celery_idempotent.celery import operations, sweep
@@ -29,7 +31,7 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
-from tests.support.telling import Heard, assert_told, listening
+from tests.support.telling import Heard, assert_told, documented, listening
 
 TASK, NAMESPACE = "shop.charge", "billing"
 KEY = Identity(namespace=NAMESPACE, key="o")
@@ -142,21 +144,14 @@ def told(place: Place, *expected: str, who: str = "") -> None:
 
 
 class TestWorker:
-    def test_a_run_that_completes(self, heard):
+    @pytest.mark.parametrize(
+        ("error", "end"),
+        [(None, "settled COMPLETED"), (KeyError(), "settled FAILED"), (ValueError(), "released")],
+    )
+    def test_a_run_and_with_what_it_failed(self, heard, error, end):
         place = make_place(heard)
-        place.run()
-        told(place, "claimed PROCESSING", "settled COMPLETED")
-
-    def test_a_run_that_fails_for_good_says_with_what(self, heard):
-        place, error = make_place(heard), KeyError("gone")
-        place.run(raising(error))
-        told(place, "claimed PROCESSING", "settled FAILED")
-        assert heard.events[-1][2].error is error
-
-    def test_a_run_that_fails_says_with_what(self, heard):
-        place, error = make_place(heard), ValueError("busy")
-        place.run(raising(error))
-        told(place, "claimed PROCESSING", "released")
+        place.run(raising(error) if error else lambda: None)
+        told(place, "claimed PROCESSING", end)
         assert heard.events[-1][2].error is error
 
     def test_a_run_that_fails_after_a_step_leaves_it_interrupted(self, heard):
@@ -344,36 +339,20 @@ class TestOperator:
             ("forget", "forgot", "forgotten"),
             ("fail", "failed", "settled FAILED"),
             ("requeue", "requeued", "requeued QUEUED"),
+            ("complete", "completed", "settled COMPLETED"),
         ],
     )
     def test_an_operation(self, heard, operation, done, expected):
         place = make_place(heard)
-        place.operate(operation, place.claim(message=place.message()))
+        value = place.task.idempotency_definition().codec.dump_given(17)
+        about = {"value": value} if operation == "complete" else {}
+        place.operate(operation, place.claim(message=place.message()), **about)
         told(place, expected, who="ada")
         assert heard.events[0][2].reason == "it is\nstuck"
         line = heard.lines[0].getMessage()
         assert line == rf"idempotency: ada {done} billing key o: it is\nstuck"
         if operation == "fail":
             assert isinstance(heard.events[0][2].error, FailedByOperator)
-
-    def test_completing(self, heard):
-        place = make_place(heard)
-        value = place.task.idempotency_definition().codec.dump_given(17)
-        place.operate("complete", place.claim(), value=value)
-        told(place, "settled COMPLETED", who="ada")
-        line = heard.lines[0].getMessage()
-        assert line == r"idempotency: ada completed billing key o: it is\nstuck"
-
-    def test_no_operator_forges_a_line(self, heard):
-        """Whoever may operate on a key writes a name and a reason, which go to a log that others read."""
-        place = make_place(heard)
-        forged = "\nWARNING idempotency: bob forgot billing key p\r\x1b[2K\x9b1A\u2028"
-        place.operate("forget", place.claim(), who=f"ada{forged}", reason=f"stuck{forged}")
-        line = heard.lines[0].getMessage()
-        assert line.isprintable()
-        assert line.startswith(r"idempotency: ada\nWARNING")
-        assert r"stuck\nWARNING idempotency: bob forgot billing key p\r\x1b[2K\x9b1A\u2028" in line
-        assert heard.events[0][2].reason == f"stuck{forged}", "events have it as it was given"
 
 
 class TestMainProcess:
@@ -389,5 +368,48 @@ class TestMainProcess:
         assert heard.events[0][2].reason == f"its process {child.pid} is gone"
 
 
-def test_an_event_without_a_key_has_no_namespace():
-    assert signals.Event(task="t").namespace == ""
+def test_there_is_one_signal_for_each_documented_outcome():
+    names = {name for name, each in vars(signals).items() if isinstance(each, Signal)}
+    assert names == signals.OUTCOMES.keys() == documented().keys()
+
+
+def test_an_event_is_frozen_and_has_no_dict():
+    event = signals.Event(task="shop.charge")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        event.task = "another"  # type: ignore[misc]
+    assert not hasattr(event, "__dict__")
+    assert event.namespace == ""
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["", "whatever a receiver raises"])
+def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(heard, raises):
+    def explode(**_: object) -> None:
+        raise RuntimeError("a receiver's own trouble")
+
+    place = make_place(heard)
+    with ExitStack() as stack:
+        for signal in signals.OUTCOMES.values() if raises else ():
+            signal.connect(explode, weak=False)
+            stack.callback(signal.disconnect, explode)
+        for task_id in ("one", "two"):
+            place.task.apply(("o",), task_id=task_id).get()
+    assert heard.names == ["claimed", "settled", "replayed"]
+    fields = [
+        {name: value for name, value in vars(line).items() if name.startswith("idempotency_")}
+        for line in heard.lines
+    ]
+    same = {
+        "idempotency_task": TASK,
+        "idempotency_namespace": NAMESPACE,
+        "idempotency_key": "o",
+        "idempotency_scope": "",
+        "idempotency_attempt": 1,
+        "idempotency_crashes": 0,
+        "idempotency_who": worker_name(os.getpid()),
+    }
+    one, two = same | {"idempotency_task_id": "one"}, same | {"idempotency_task_id": "two"}
+    assert fields == [
+        one | {"idempotency_outcome": "claimed", "idempotency_state": "PROCESSING"},
+        one | {"idempotency_outcome": "settled", "idempotency_state": "COMPLETED"},
+        two | {"idempotency_outcome": "replayed", "idempotency_first_task_id": "one"},
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -13,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from celery_idempotent import IdempotentTask, signals, tracing
 from celery_idempotent.testing import isolated_records
+from tests.support.telling import listening
 
 Traced = Callable[..., ReadableSpan]
 
@@ -89,18 +89,10 @@ def test_an_error_is_named_by_its_class(app: Celery, traced: Traced) -> None:
 
 
 def test_without_a_span_nothing_happens(app: Celery, traced: Traced) -> None:
-    heard: list[Any] = []
-
-    def note(event: signals.Event, **_: object) -> None:
-        heard.append(event)
-
     @app.task(base=IdempotentTask, name="quiet", shared=False)
     def quiet() -> int:
         return 1
 
-    signals.settled.connect(note)
-    try:
+    with listening() as heard:
         assert quiet.apply().get() == 1
-    finally:
-        signals.settled.disconnect(note)
-    assert len(heard) == 1
+    assert heard.names == ["claimed", "settled"]

@@ -73,16 +73,6 @@ def test_a_body_that_returns_before_it_has_run_is_refused_where_it_is_defined(
         app.register_task(task())
 
 
-def test_so_is_the_run_of_a_class(app: Celery) -> None:
-    class Charge(IdempotentTask):
-        name = "charge"
-
-        async def run(self, key: str) -> None: ...
-
-    with pytest.raises(InvalidOption, match="Task charge is a coroutine function"):
-        app.register_task(Charge())
-
-
 def test_switched_off_it_is_not_refused(app: Celery) -> None:
     assert define(app, coroutine, idempotency_mode="off").idempotency_policy.mode == "off"
 
