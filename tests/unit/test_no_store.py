@@ -147,6 +147,12 @@ def celery_worker_parameters():
     return {"perform_ping_check": False}
 
 
+@pytest.fixture(scope="session")
+def celery_config():
+    options = {"polling_interval": 0.02}
+    return {"result_backend": "cache+memory://", "broker_transport_options": options}
+
+
 def test_one_run(celery_app, celery_worker):
     runs = []
 
