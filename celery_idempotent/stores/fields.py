@@ -1,7 +1,7 @@
-"""The fields of a record in every store: one line of JSON of what is not as usual.
+"""The codec of a record's fields for every store: one line of JSON with those that are not as usual.
 
-A new field of a record needs nothing here. An older version that writes the record anew leaves it out: one that must
-not be lost needs a version of its store's format.
+A new field of a record needs nothing here. An older version that rewrites the record drops it: a field that must not be
+lost needs a new version of its store's format.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from celery_idempotent.records import Record, State, Stored
 
-#: The first letter of each state, which is stored.
+#: The letter that is stored for each state.
 LETTERS = {state: state.name[0] for state in State}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
-#: What a line may have, a store's own among them.
+#: The fields that a line may have, the stores' own among them.
 _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
 #: A task id may be any text.
 _UTF_8 = ("utf-8", "surrogatepass")
-#: The kind of almost every value, which is left out.
+#: The content type and encoding of almost every value, which are left out.
 _USUAL_KIND = ("application/json", "utf-8")
 _from_json = json.JSONDecoder().decode
 
@@ -31,13 +31,13 @@ _from_json = json.JSONDecoder().decode
 class FieldCodec:
     """Writes and reads the fields that a store does not keep ``elsewhere``.
 
-    ``ascii_only``: for a database's character set may be small. A letter then takes up to 12 bytes, else 4.
+    ``ascii_only``: for databases with a small character set; a character then takes up to 12 bytes.
     """
 
     def __init__(self, *elsewhere: str, ascii_only: bool = False) -> None:
         self._to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=ascii_only).encode
         left_out = {*elsewhere, "message", "steps", "value"}
-        #: The fields of the line by what they are if they are left out.
+        #: The values of fields that are left out of the line.
         self.defaults: dict[str, Any] = {
             each.name: each.default
             for each in fields(Record)
@@ -49,10 +49,8 @@ class FieldCodec:
     def encode(self, fields: Mapping[str, Any], others: dict[str, Any]) -> bytes:
         """Return the line, with ``others`` of the store's own; message and steps, which may be long, come last."""
         value: Stored | None = fields.get("value")
-        if value is not None:
-            kind = value.content_type, value.content_encoding
-            if kind != _USUAL_KIND:
-                others["value"] = kind
+        if value is not None and (value.content_type, value.content_encoding) != _USUAL_KIND:
+            others["value"] = value.content_type, value.content_encoding
         message: bytes | None = fields.get("message")
         steps: tuple[tuple[str, Stored], ...] | None = fields.get("steps")
         if message is not None or steps:
@@ -63,7 +61,7 @@ class FieldCodec:
                     for name, each in steps or ()
                 ],
             ]
-        # The same for most runs of a process.
+        # Most runs of a process have the same values.
         line = self._usual(tuple(map(fields.get, self.defaults, self._values)))
         if others:
             line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
@@ -79,28 +77,26 @@ class FieldCodec:
 
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
         """Return the fields in a line, without those of a newer version, and the value."""
-        if not line:  # as of most that are completed
-            if value is None:
-                return {}
-            usual, encoding = _USUAL_KIND
-            return {"value": Stored(content_type=usual, content_encoding=encoding, body=value)}
-        read: dict[str, Any] = _from_json(line.decode(*_UTF_8))
-        kind, (message, steps) = read.pop("value", _USUAL_KIND), read.pop("long", (None, ()))
-        found = {name: each for name, each in read.items() if name in _NAMES}
-        if message is not None:
-            found["message"] = b64decode(message)
-        if steps:
-            found["steps"] = tuple(
-                (name, Stored(content_type=kind, content_encoding=encoding, body=b64decode(body)))
-                for name, kind, encoding, body in steps
-            )
+        found: dict[str, Any] = {}
+        kind = _USUAL_KIND
+        if line:  # most COMPLETED records have none
+            found = _from_json(line.decode(*_UTF_8))
+            kind, (message, steps) = found.pop("value", kind), found.pop("long", (None, ()))
+            found = {name: each for name, each in found.items() if name in _NAMES}
+            if message is not None:
+                found["message"] = b64decode(message)
+            if steps:
+                found["steps"] = tuple(
+                    (name, Stored(content_type=form, content_encoding=code, body=b64decode(body)))
+                    for name, form, code, body in steps
+                )
         if value is not None:
             found["value"] = Stored(content_type=kind[0], content_encoding=kind[1], body=value)
         return found
 
 
 def without_long(start: bytes) -> bytes:
-    """Return a line without message and steps, of which ``start`` may end anywhere."""
-    # No text in it contains the mark, for its quotes are escaped.
+    """Return a line without message and steps; ``start`` is its beginning, and may end anywhere in them."""
+    # No text in a line contains the mark: its quotes would be escaped.
     line, mark, _ = start.partition(b'"long":')
     return line.rstrip(b",") + b"}" if mark else line

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from celery_idempotent.records import Counted, Identity, Page, Record, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, Store, read_cursor, write_cursor
@@ -48,13 +47,12 @@ class MemoryStore(Store):
         self._swept_ms: int | None = None
         # Reentrant, because a signal handler may call the store while its thread is inside it.
         self._lock = threading.RLock()
-        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"<MemoryStore: {len(self.records)} records>"
 
     def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
-        with self._locked():
+        with self._lock:
             now_us = self._clock()
             stored = self.records.get(identity)
             if stored is not None and stored.expires_ms <= now_us // 1000:
@@ -72,21 +70,25 @@ class MemoryStore(Store):
         return due[:limit]
 
     def prune(self, *, limit: int) -> int:
-        with self._locked():
+        with self._lock:
             now_ms = self.now_ms()
             past = [name for name, stored in self.records.items() if stored.expires_ms <= now_ms]
             for identity in past[:limit]:
                 del self.records[identity]
-            return len(past[:limit])
+        return len(past[:limit])
 
     def stats(self) -> Stats:
         now_ms, records = self._alive()
         deadlines = [r.deadline_ms for r in records if r.deadline_ms is not None]
-        stale = sum(deadline_ms <= now_ms for deadline_ms in deadlines)
-        live, states = len(deadlines) - stale, [record.state for record in records]
-        interrupted, failed = states.count(State.INTERRUPTED), states.count(State.FAILED)
-        ended: dict[str, Any] = {"interrupted": interrupted, "failed": failed}
-        return Stats(live=live, stale=stale, now_ms=now_ms, swept_ms=self._swept_ms, **ended)
+        stale, states = sum(each <= now_ms for each in deadlines), [r.state for r in records]
+        return Stats(
+            live=len(deadlines) - stale,
+            stale=stale,
+            interrupted=states.count(State.INTERRUPTED),
+            failed=states.count(State.FAILED),
+            now_ms=now_ms,
+            swept_ms=self._swept_ms,
+        )
 
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
@@ -99,7 +101,7 @@ class MemoryStore(Store):
             records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
         found: list[Record] = []
         at = start
-        while at < len(records) and at - start < look_at and len(found) < limit:
+        while at < min(len(records), start + look_at) and len(found) < limit:
             if selection.includes(records[at], now_ms):
                 found.append(replace(records[at], value=None, message=None, steps=()))
             at += 1
@@ -107,14 +109,14 @@ class MemoryStore(Store):
         return Page(records=tuple(found), cursor=cursor, looked_at=at - start, now_ms=now_ms)
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        with self._locked():
+        with self._lock:
             hour = self.now_ms() // HOUR_MS
             self._counts.update({(hour, *key): count for key, count in outcomes.items()})
             for key in [key for key in self._counts if key[0] <= hour - COUNTED_HOURS]:
                 del self._counts[key]
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
-        with self._locked():
+        with self._lock:
             first = self.now_ms() // HOUR_MS - min(hours, COUNTED_HOURS) + 1
             return [
                 Counted(hour=hour, task=task, outcome=outcome, count=count)
@@ -125,14 +127,8 @@ class MemoryStore(Store):
     def note_sweep(self) -> None:
         self._swept_ms = self.now_ms()
 
-    def _locked(self) -> threading.RLock:
-        # A thread of the parent may have held it at the moment of the fork.
-        if self._pid != os.getpid():
-            self._lock, self._pid = threading.RLock(), os.getpid()
-        return self._lock
-
     def _alive(self) -> tuple[int, Sequence[Record]]:
         """Return the time, and the records that have not expired."""
-        with self._locked():
+        with self._lock:
             now_ms, stored = self.now_ms(), self.records.values()
             return now_ms, [each.record for each in stored if each.expires_ms > now_ms]

@@ -1,11 +1,12 @@
-"""Which store an app uses, one for each app: ``idempotency_store``, else its result backend or its broker if that is a
-Redis, else the memory if all runs are in this process (eager tasks, a ``memory://`` broker).
+"""Which store an app uses: ``idempotency_store``, else its result backend or its broker if that is a Redis.
+
+Failing that, the memory of this process if all runs are in it (eager tasks, a ``memory://`` broker).
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _REDIS = ("redis", "redis+cluster", "rediss", "rediss+cluster", "sentinel", "unix")
 
-#: What makes a store of a URL with this scheme; imported when first asked for.
+#: The opener of each scheme's URLs, imported when first needed.
 _SCHEMES = {
     "django": "celery_idempotent.django.store:open_django",
     "memory": "celery_idempotent.stores.memory:MemoryStore",
@@ -31,10 +32,7 @@ _SCHEMES = {
     **{f"hybrid+{scheme}": "celery_idempotent.django.hybrid:open_hybrid" for scheme in _REDIS},
 }
 
-#: The store of each app.
 _stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
-#: Those of apps that have none.
-_memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
 
 def open_store(url: str) -> Store:
@@ -44,25 +42,23 @@ def open_store(url: str) -> Store:
         allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
         start = f"starts with {scheme!r}" if scheme else "has no scheme"
         raise InvalidOption(f"the idempotency store's URL {start}: use one of {allowed}")
-    module, _, name = _SCHEMES[scheme].partition(":")
     try:
-        found: Callable[..., Store] = getattr(importlib.import_module(module), name)
+        opener: Callable[..., Store] = pkgutil.resolve_name(_SCHEMES[scheme])
     except ModuleNotFoundError as error:
         if error.name != "django":
             raise
         raise InvalidOption(
             "this idempotency store needs the package django: pip install 'celery-idempotent[django]'"
         ) from error
-    return found() if scheme == "memory" else found(url)
+    return opener() if scheme == "memory" else opener(url)
 
 
 def get_store(app: AnyCelery) -> Store:
     """Return the app's store, by its settings, which are read once; two apps never share one."""
     if hasattr(app, "_get_current_object"):
         app = real_app(app)
-    store = _stores.get(app) or _store_of(app)
-    # Two threads may both get here; the first store stays.
-    return _in_memory(app) if store is None else _stores.setdefault(app, store)
+    # Two threads may both open one; the first store stays.
+    return _stores.get(app) or _stores.setdefault(app, _store_of(app))
 
 
 def swap_store(app: Celery, store: Store | None) -> None:
@@ -73,55 +69,42 @@ def swap_store(app: Celery, store: Store | None) -> None:
         _stores[app] = store
 
 
-def _first_broker(app: Celery) -> str:
-    url: Any = app.conf.broker_url
-    return str(url[0] if isinstance(url, (list, tuple)) and url else url)
-
-
-def _in_memory(app: Celery) -> Store:
-    """Return the memory of this process, if the current run is an eager one, or all runs are in this process."""
-    from celery._state import get_current_task
-
-    from celery_idempotent.stores.memory import MemoryStore
-
-    request = getattr(get_current_task(), "request", None)
-    is_eager = app.conf.task_always_eager or getattr(request, "is_eager", False)
-    if not is_eager and not _first_broker(app).startswith("memory://"):
-        raise InvalidOption(
-            "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
-            " nor the broker is a Redis that could keep the idempotency records"
-        )
-    store = _memories.get(app)
-    if store is None:
-        logger.warning(
-            "idempotency: the app %s has no store, and keeps its records in the memory of this process: that is for"
-            ' tests. Say idempotency_store="memory://" if it is what you want.',
-            app.main,
-        )
-        store = _memories.setdefault(app, MemoryStore())
-    return store
-
-
-def _store_of(app: Celery) -> Store | None:
-    """Return a new store as the app's settings want it, ``None`` if they say nothing of one."""
+def _store_of(app: Celery) -> Store:
+    """Open the store of an app's settings."""
     setting = app.conf.get("idempotency_store")
-    if setting is None:
-        backend: object = app.conf.result_backend
-        is_redis = isinstance(backend, str) and backend.partition("://")[0] in _BACKENDS
-        try:
-            return _from_backend(app) if is_redis else _from_broker(app)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise InvalidOption(
-                f"the app's {'result_backend' if is_redis else 'broker_url'} cannot be set up"
-                f" ({type(error).__name__}): correct its settings, or set idempotency_store"
-            ) from None
     if isinstance(setting, str):
         return open_store(setting)
     if isinstance(setting, Store):
         return setting
+    if setting is not None:
+        raise InvalidOption(
+            f"idempotency_store is a {type(setting).__name__}:"
+            " give a URL or a store, a subclass of celery_idempotent.stores.base.Store"
+        )
+    backend: object = app.conf.result_backend
+    brokers: Any = app.conf.broker_url
+    broker = str(brokers[0] if isinstance(brokers, (list, tuple)) and brokers else brokers)
+    is_redis = isinstance(backend, str) and backend.partition("://")[0] in _BACKENDS
+    try:
+        if is_redis:
+            return _from_backend(app)
+        if broker.startswith(("redis://", "rediss://")):
+            return _from_broker(app)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidOption(
+            f"the app's {'result_backend' if is_redis else 'broker_url'} cannot be set up"
+            f" ({type(error).__name__}): correct its settings, or set idempotency_store"
+        ) from None
+    if app.conf.task_always_eager or broker.startswith("memory://"):
+        logger.warning(
+            "idempotency: the app %s has no store, and keeps its records in the memory of this process, which is for"
+            ' tests: set idempotency_store="memory://" if that is intended',
+            app.main,
+        )
+        return open_store("memory://")
     raise InvalidOption(
-        f"idempotency_store is a {type(setting).__name__}:"
-        " give a URL or a store, a subclass of celery_idempotent.stores.base.Store"
+        "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
+        " nor the broker is a Redis that could keep the idempotency records"
     )
 
 
@@ -141,16 +124,14 @@ def _from_backend(app: Celery) -> Store:
     backend: Any = app.backend
     given = dict(backend.connparams)
     if app.conf.redis_socket_timeout == DEFAULTS["redis_socket_timeout"]:
-        # Two minutes, which nobody chose: a task must not wait for its claim that long.
+        # Celery's default of two minutes: a task must not wait for its claim that long.
         given["socket_timeout"] = None
     prefix = backend.task_keyprefix.decode().removesuffix(type(backend).task_keyprefix)
     return _redis(given, prefix)
 
 
-def _from_broker(app: Celery) -> Store | None:
-    """Open the broker if it is one Redis, as kombu reads its URL and settings."""
-    if not _first_broker(app).startswith(("redis://", "rediss://")):
-        return None
+def _from_broker(app: Celery) -> Store:
+    """Open the broker's Redis, as kombu reads its URL and settings."""
     client: Any = app.connection_for_write()
     if len(client.alt) > 1:
         raise InvalidOption(

@@ -44,7 +44,7 @@ class ShiftedLink:
         source = command.source if kind == b"EVALSHA" else command.words[1]
         moved = source.replace(TIME, TIME + b" time[2] = time[2] + %d" % self.offset_us)
         assert moved != source or b"'TIME'" not in source
-        script = Script.of(moved)
+        script = Script(moved)
         if kind == b"EVAL":
             return command._replace(words=(b"EVAL", moved, *command.words[2:]))
         return command._replace(words=(kind, script.digest, *command.words[2:]), source=moved)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,34 +105,6 @@ def test_a_prune_frees_memory(clock):
     clock.advance(2001)
     assert [store.prune(limit=4) for _ in range(4)] == [4, 4, 2, 0]
     assert repr(store) == "<MemoryStore: 0 records>"
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_in_the_middle_of_a_verb_blocks_no_child(clock):
-    store = MemoryStore(clock)
-    with store._lock:
-        # Held by this thread in the parent; in the child, by nobody who could free it.
-        reached = threading.Event()
-        thread = threading.Thread(target=lambda: _fork_and_use(store, reached))
-        thread.start()
-        assert reached.wait(60)
-        thread.join()
-
-
-def _fork_and_use(store: MemoryStore, reached: threading.Event) -> None:
-    pid = os.fork()
-    if not pid:
-        signal.alarm(60)
-        code = 1  # the alarm may raise: somebody may have given it a handler
-        try:
-            store.claim(
-                ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
-            )
-            code = 0
-        finally:
-            os._exit(code)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
-        reached.set()
 
 
 def test_a_clock_of_a_test_stands_still_until_it_is_moved():

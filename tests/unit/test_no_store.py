@@ -1,4 +1,4 @@
-"""Without a store nothing runs and nothing is lost; where nobody else could know of a key anyway, the memory serves."""
+"""Without a store nothing runs and nothing is lost; tests that keep to one process use its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from celery_idempotent import (
     InvalidOption,
     State,
     StoreMisconfigured,
-    get_store,
     signals,
 )
 from tests.support.workers import child_environment
@@ -100,33 +99,20 @@ def test_a_key_cannot_be_reserved_without_a_store(app: Any) -> None:
 SAID = "has no store, and keeps its records in the memory of this process"
 
 
-def test_eager_runs_without_a_store_use_the_memory_and_say_so_once(
+def test_an_eager_run_of_an_app_without_a_store_is_refused(app: Any) -> None:
+    with pytest.raises(StoreMisconfigured, match="set idempotency_store"):
+        define(app).apply(("a",), throw=True)
+    assert app.runs == []
+
+
+def test_an_app_that_is_always_eager_uses_the_memory_and_says_so_once(
     app: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    task = define(app)
-    assert [task.apply((key,)).get() for key in "aab"] == ["receipt 1", "receipt 1", "receipt 2"]
-    task.apply(("c",), link=define(app, name="other").si("d"), throw=True)
-    assert app.runs == ["a", "b", "c"]
-    assert [each["name"] for each in app.sent] == ["other"]
-    (line,) = [each for each in caplog.messages if SAID in each]
-    assert "idempotency_store" in line
-
-
-def test_so_does_an_app_that_is_always_eager(app: Any, caplog: pytest.LogCaptureFixture) -> None:
     app.conf.task_always_eager = True
     task = define(app)
     assert [task.delay("a").get() for _ in range(2)] == ["receipt 1"] * 2
     assert task.idempotency_record("a").state is State.COMPLETED
     assert caplog.text.count(SAID) == 1
-
-
-def test_what_is_published_does_not_rely_on_the_memory_of_an_eager_run(app: Any) -> None:
-    task = define(app, idempotency_publish_once=True)
-    task.apply(("a",), throw=True)
-    with pytest.raises(InvalidOption, match="set idempotency_store"):
-        task.delay("b")
-    with pytest.raises(InvalidOption, match="set idempotency_store"):
-        get_store(app)
 
 
 def test_a_bad_store_is_no_missing_one(app: Any) -> None:

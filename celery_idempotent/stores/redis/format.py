@@ -1,16 +1,15 @@
-"""How a record is stored in Redis: its name and those of the indexes beside it, and its bytes.
+"""The layout in Redis: the names of records and their indexes, and the bytes of a record.
 
 ::
 
-    idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key)
-    idem:{7}!leases                             sorted set: names of PROCESSING and QUEUED records by deadline, and "!"
-                                                by the largest token that the bucket gave out, in µs: never due
-    idem:{7}!failures, idem:{7}!interrupted     sorted sets: names of such records by when they expire
-    idem:{0}!counts:484722                      hash: how often which outcome of which task in that hour since the epoch
-    idem:{0}!swept                              when the last sweep ended, ms since the epoch
+    idem:{7}:payments.charge:acct_1:order-17    a record: namespace, scope, key
+    idem:{7}!leases                             sorted set: PROCESSING and QUEUED records by deadline, and "!" by the
+                                                largest token of the bucket, in µs: never due
+    idem:{7}!failures, idem:{7}!interrupted     sorted sets: such records by when they expire
+    idem:{0}!counts:484722                      hash: counts of outcome and task, in that hour since the epoch
+    idem:{0}!swept                              end of the last sweep, ms since the epoch
 
-The bucket number in braces is the Cluster hash tag, the first braces of a name: all that a script touches lies in one
-slot.
+The bucket number in braces is the Cluster hash tag: every name that a script touches lies in one slot.
 
 A record is a head of 83 bytes that scripts read, a line of JSON, then the value. Numbers are big-endian::
 
@@ -22,7 +21,7 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
     39     flags: 1 a release has to ask the table, 2 there is a value, 4 a fingerprint
     40     id of the write, random: two writes never have the same head
     44     id of the attempt ·  52 fingerprint ·  68 task id, if it is a UUID; zeros for none of these
-    84     JSON object of whatever else is not as usual, or nothing · newline · the value
+    84     JSON object of all other fields that are not as usual, or nothing · newline · the value
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from celery_idempotent.records import ATTEMPT_BYTES, FINGERPRINT_BYTES, Identity
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
 from celery_idempotent.stores.table import StoredRecord
 
-#: How many buckets the records spread over: fixed for ever.
+#: The number of buckets, fixed for ever: it decides the names of records.
 BUCKETS = 256
-#: Who has the largest token of a bucket as score among its leases.
+#: The member of a bucket's leases whose score is its largest token.
 MARK = b"!"
 LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
 
 
 class Keyspace:
-    """The names of all that a store with this prefix writes."""
+    """The names of everything that a store with this prefix writes."""
 
     def __init__(self, prefix: str) -> None:
         if not prefix or "{" in prefix or "}" in prefix:
@@ -65,8 +64,7 @@ class Keyspace:
         self.pattern = prefix.translate(special).encode() + b":{*}:*"
 
     def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
-        """Name the record, and its bucket's indexes of leases, failures and interrupted records."""
-        # The key comes last, and needs no escapes.
+        """Name the record and its bucket's indexes: leases, failures, interrupted records."""
         namespace, scope = _escape(identity.namespace), _escape(identity.scope)
         text = f"{namespace}:{scope}:{identity.key}".encode()
         head = self._heads[zlib.crc32(text) % BUCKETS]
@@ -97,22 +95,21 @@ def _unescape(part: str) -> str:
 
 
 _FRONT, HEAD = Struct(">cBQQHHQQ"), Struct(">cBQQHHQQB4s8s16s16s")
-#: No byte that a record of the first layout could have here.
 VERSION = 0xA2
-#: Packs a token into what the record of its claim begins with while it runs.
+#: Packs a token into the first bytes of the record of its claim while that runs.
 pack_own = functools.partial(Struct(">cBQ").pack, b"P", VERSION)
-#: What scripts append to the numbers that they know.
+#: The end of the head, which scripts append to the numbers that they know.
 _TAIL = Struct(">B4s8s16s16s")
 _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
 
 _LETTERS = {state: letter.encode() for state, letter in LETTERS.items()}
 _STATES = {letter: state for state, letter in _LETTERS.items()}
-#: What the records of each state begin with.
+#: The first bytes of each state's records.
 STARTS = {state: letter + bytes((VERSION,)) for state, letter in _LETTERS.items()}
 
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-#: Scripts write the others, or they have a place of their own.
+#: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
 _OF_RECORD = (
     *(name for name in _CODEC.defaults if name != "requeues"),
@@ -130,7 +127,7 @@ def _bytes_of_uuid(task_id: str) -> bytes:
 def pack_tail(
     fields: Mapping[str, Any], *, attempt: bytes = NO_ATTEMPT, write: bytes = _NO_WRITE
 ) -> bytes:
-    """Return a record with these fields from its flags on; ``ValueError`` for what does not fit."""
+    """Return a record with these fields from its flags on; ``ValueError`` for ids of another length."""
     fingerprint, task_id, value = fields["fingerprint"], fields["task_id"], fields.get("value")
     if len(attempt) != ATTEMPT_BYTES or len(fingerprint or _NO_ID) != FINGERPRINT_BYTES:
         raise ValueError(f"{ATTEMPT_BYTES} bytes are an attempt, {FINGERPRINT_BYTES} a fingerprint")
@@ -162,7 +159,7 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
 def unpack(
     identity: Identity, packed: bytes, expires_ms: int = 0, *, summary: bool = False
 ) -> StoredRecord:
-    """Return the record; a ``summary`` of its first bytes has no value, message or steps."""
+    """Return the record; ``summary``: from its first bytes, without value, message and steps."""
     try:
         (letter, version, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
          flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip
@@ -176,10 +173,8 @@ def unpack(
         others = _CODEC.decode(line, value if flags & _HAS_VALUE else None)
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
-            digits = task.hex()
-            others["task_id"] = (
-                f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-            )
+            t = task.hex()
+            others["task_id"] = f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:]}"
         record = Record(
             identity=identity,
             state=_STATES[letter],
@@ -194,7 +189,7 @@ def unpack(
         )
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise StoreMisconfigured(
-            f"what is stored for {identity} is no record: it is damaged, or an older or a newer version of"
+            f"the record of {identity} cannot be read: it is damaged, or an older or a newer version of"
             " celery-idempotent wrote it. Upgrade this one; if it is the newest, delete the key in Redis"
         ) from error
     return StoredRecord(record, expires_ms, b"" if attempt == NO_ATTEMPT else attempt, requeues)

@@ -1,4 +1,4 @@
-"""The way to the servers: redis-py's connections, or its client of a Cluster; scripts, errors, URLs."""
+"""Connections to the servers, by redis-py: commands and scripts, one server, a Cluster, errors, URLs."""
 
 from __future__ import annotations
 
@@ -28,31 +28,11 @@ Reply: TypeAlias = Any
 
 
 class Command(NamedTuple):
-    """A command; the ``source`` of its script, and the ``node`` of a Cluster that it is for, unless its keys tell."""
+    """A command, with the ``source`` of its script; one for a ``node`` of a Cluster is sent alone."""
 
     words: tuple[bytes, ...]
     source: bytes = b""
     node: Any = None
-
-    def with_source(self) -> Command:
-        """Return the same call with the script itself, for a server that does not know it."""
-        return self._replace(words=(b"EVAL", self.source, *self.words[2:]))
-
-
-class Script(NamedTuple):
-    """A script that a server may know by its digest."""
-
-    source: bytes
-    digest: bytes
-
-    @classmethod
-    def of(cls, source: bytes) -> Script:
-        """Return the script; the digest is Redis' name for it, not a matter of security."""
-        return cls(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
-
-    def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
-        """Return the command that runs this script, on keys of one bucket."""
-        return Command((b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source)
 
 
 def plain(*words: bytes, node: Any = None) -> Command:
@@ -60,11 +40,21 @@ def plain(*words: bytes, node: Any = None) -> Command:
     return Command(words, node=node)
 
 
+class Script:
+    """A script that servers know by its digest."""
+
+    def __init__(self, source: bytes) -> None:
+        self.source = source
+        self.digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
+
+    def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
+        """Return the command that runs this script, on keys of one bucket."""
+        return Command((b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source)
+
+
 #: Read now: a process may be forked while a thread reads one.
 SCRIPTS = {
-    file.stem: Script.of(file.read_bytes())
-    for file in (Path(__file__).parent / "lua").iterdir()
-    if file.suffix == ".lua"
+    file.stem: Script(file.read_bytes()) for file in (Path(__file__).parent / "lua").glob("*.lua")
 }
 
 
@@ -82,8 +72,7 @@ class Server:
     """
 
     def __init__(self, pool: ConnectionPool, where: str) -> None:
-        self.where = where
-        self.pool = pool
+        self.pool, self.where = pool, where
         self._idle: list[Any] = []
         self._pid = os.getpid()
 
@@ -95,7 +84,7 @@ class Server:
         except exceptions.ConnectionError as error:
             if isinstance(error, _LOGIN_ERRORS):
                 raise
-            # It had closed an idle connection, is no longer the master, or is not there. Every verb may be sent twice.
+            # The server closed an idle connection, is no longer the master, or is away. Any verb may be sent twice.
             self.close()
             return self._exchange(self._connect(), packed, len(commands))
 
@@ -122,7 +111,7 @@ class Server:
 
     def _take(self) -> Any:
         if self._pid != os.getpid():
-            # After a fork these are copies of the parent's, which redis-py closes without shutting them down.
+            # After a fork these are the parent's, which redis-py closes without shutting them down.
             self._idle, self._pid = [], os.getpid()
         try:
             return self._idle.pop()
@@ -131,7 +120,7 @@ class Server:
 
     def _connect(self) -> Any:
         connection = self.pool.connection_class(**self.pool.connection_kwargs)
-        # Before the first command: where Sentinels have to be asked, that would go to localhost.
+        # Explicitly: a Sentinel's connection would send a first command to localhost.
         connection.connect()
         return connection
 
@@ -139,44 +128,42 @@ class Server:
         return (None,)
 
     def close(self) -> None:
-        # One by one, each popped by one thread only: others may be taking and closing as well.
+        # One by one: other threads may be taking and closing them as well.
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().disconnect()
 
 
-#: The start of a word of n bytes: formatting it takes longer than all the rest.
-_SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(1024)])
+#: The start of a word of n bytes, whose formatting takes longer than all the rest.
+_SIZES = [b"\r\n$%d\r\n" % size for size in range(1024)]
 
 
 def _packed(command: Command) -> bytes:
-    """Return a command as it goes over the wire, for a fraction of what redis-py's packer takes."""
+    """Return a command as it is sent, in a fraction of the time that redis-py's packer takes."""
     words = command.words
-    try:
-        parts = [_SIZES[len(word)] + word for word in words]
-    except IndexError:  # a long one
-        parts = [b"\r\n$%d\r\n%b" % (len(word), word) for word in words]
+    starts = [_SIZES[n] if n < 1024 else b"\r\n$%d\r\n" % n for n in map(len, words)]
+    parts = [start + word for start, word in zip(starts, words, strict=True)]
     return b"*%d%b\r\n" % (len(words), b"".join(parts))
 
 
-#: With one of these arguments a connection may lead elsewhere or log in otherwise.
+#: Arguments that may lead a connection elsewhere, or log in otherwise.
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
-#: Those that say where it leads and who logs in, and what stands for none.
+#: Arguments that say where a connection leads and who logs in, with their defaults.
 _TELLING = {"path": "", "host": "localhost", "port": 6379, "db": 0, "username": "", "password": ""}
 _TELLING |= {"ssl_certfile": "", "ssl_keyfile": "", "encoding": "utf-8"}
 
 
 def is_one_database(*pools: ConnectionPool) -> bool:
     """Do all these connections surely lead to the same database of the same server, with the same login?"""
-    plain_kinds = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
-    told = set()
+    known = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
+    places = set()
     for pool in pools:
         given = pool.connection_kwargs
-        if pool.connection_class not in plain_kinds or any(map(given.get, _UNKNOWN)):
+        if pool.connection_class not in known or any(map(given.get, _UNKNOWN)):
             return False
         where = (str(given.get(name) or usual) for name, usual in _TELLING.items())
-        told.add((pool.connection_class, *where))
-    return len(told) == 1
+        places.add((pool.connection_class, *where))
+    return len(places) == 1
 
 
 # -- a Cluster ---------------------------------------------------------------------------------------------------------
@@ -186,8 +173,7 @@ class Cluster:
     """All nodes of a Cluster, by redis-py's client, which connects when it is made."""
 
     def __init__(self, connect: Callable[[], RedisCluster], where: str) -> None:
-        self.where = where
-        self._connect = connect
+        self._connect, self.where = connect, where
 
     @cached_property
     def client(self) -> Any:
@@ -199,22 +185,19 @@ class Cluster:
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from whichever node serves it by now."""
-        # By the name of a command, as text, redis-py knows where its keys are.
+        # redis-py finds the keys by the command's name, a ``str``.
         named = [(command.words[0].decode(), *command.words[1:]) for command in commands]
-        if len(commands) > 1 and not any(command.node for command in commands):
+        if len(commands) > 1:
             with self.client.pipeline(transaction=False) as pipeline:
                 for words in named:
                     pipeline.execute_command(*words)
                 answers: list[Reply] = pipeline.execute(raise_on_error=False)
             return answers
-        answers = []
-        for words, command in zip(named, commands, strict=True):
-            given = {"target_nodes": command.node} if command.node else {}
-            try:
-                answers.append(self.client.execute_command(*words, **given))
-            except exceptions.ResponseError as error:
-                answers.append(error)
-        return answers
+        given = {"target_nodes": commands[0].node} if commands[0].node else {}
+        try:
+            return [self.client.execute_command(*named[0], **given)]
+        except exceptions.ResponseError as error:
+            return [error]
 
     def nodes(self) -> Sequence[Any]:
         found: list[Any] = sorted(self.client.get_primaries(), key=lambda node: str(node.name))
@@ -245,8 +228,9 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
             return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            repeated = link.exchange([commands[n].with_source() for n in unknown])
-            for n, answer in zip(unknown, repeated, strict=True):
+            missing = [commands[n] for n in unknown]
+            repeated = [c._replace(words=(b"EVAL", c.source, *c.words[2:])) for c in missing]
+            for n, answer in zip(unknown, link.exchange(repeated), strict=True):
                 answers[n] = answer
     except _ERRORS as error:
         raise trouble(error, link.where) from error
@@ -262,8 +246,8 @@ _SILENT = (
     *(exceptions.ClusterError, exceptions.RedisClusterException),
 )
 _ERRORS = (exceptions.RedisError, *_SILENT)
-#: What may be gone at the next try: at the start of the message or, before Redis 7, in the middle of a script's error.
-#: Some parsers of redis-py raise a class instead, and leave out the word.
+#: Errors that may be gone at the next try: a word at the start of the message or, before Redis 7, in the middle of that
+#: of a script. Some parsers of redis-py raise a class instead, and leave out the word.
 _TRANSIENT = re.compile(
     r"^(Moved|Ask|MasterDown|ClusterDown|TryAgain|ReadOnly|OutOfMemory)Error"
     r"|(^\w+ |: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
@@ -277,13 +261,13 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
     while isinstance(cause, exceptions.RedisClusterException):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, (exceptions.ResponseError, *_LOGIN_ERRORS)):
-        error = cause  # of a Cluster: what a node refused when it was asked for the slots
+        error = cause  # a node refused the question for the slots
     text = str(error).rstrip(".")
     if isinstance(error, _LOGIN_ERRORS):
         return StoreMisconfigured(f"{where} refused us: {text}. Check user and password.")
     if isinstance(error, _SILENT):
         return StoreUnavailable(f"{where} did not answer: {error}")
-    # Within a script Redis has other words for it.
+    # A script's error has other words.
     if isinstance(error, exceptions.NoPermissionError) or "can't run this command" in text:
         return StoreMisconfigured(f"{where} refused us: {text}. Give the user the rights.")
     if _TRANSIENT.search(f"{type(error).__name__} {text}"):
@@ -292,7 +276,7 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
 
 
 def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
-    """Return pairs: RESP2 answers with a flat list, RESP3 and redis-py's client of a Cluster with a map or pairs."""
+    """Return the pairs of an answer: a flat list by RESP2, a map or pairs by RESP3 and in a Cluster."""
     if isinstance(reply, Mapping):
         return list(reply.items())
     if reply and isinstance(reply[0], (list, tuple)):
@@ -301,22 +285,21 @@ def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
 
 
 def facts_of(link: Link, node: Any) -> ServerFacts:
-    """Read what a server says of itself; a hosted one often refuses ``CONFIG``, and Valkey says two versions."""
+    """Read the facts of a server; a hosted one often refuses ``CONFIG``."""
     (info,) = exchange(link, (plain(b"INFO", node=node),))
     if isinstance(info, bytes):  # else read by redis-py's client
         lines = info.decode(errors="replace").splitlines()
         info = dict(line.split(":", 1) for line in lines if ":" in line)
-    said = {word: str(what).strip() for word, what in info.items()}
-    kind, version = "Redis", said.get("redis_version", "0")
-    valkey = said.get("valkey_version") or said.get("server_version")
-    if said.get("server_name") == "valkey" and valkey:
-        kind, version = "Valkey", valkey
-    persistent = True if said.get("aof_enabled") == "1" else None
+    read = {name: str(value).strip() for name, value in info.items()}
+    kind, version = "Redis", read.get("redis_version", "0")
+    if "valkey_version" in read:
+        kind, version = "Valkey", read["valkey_version"]
+    persistent = True if read.get("aof_enabled") == "1" else None
     if not persistent:
         with contextlib.suppress(StoreUnavailable, StoreMisconfigured):
             (saves,) = exchange(link, (plain(b"CONFIG", b"GET", b"save", node=node),))
             persistent = any(value for _, value in pairs(saves)) if saves else None
-    eviction = said.get("maxmemory_policy", "unknown")
+    eviction = read.get("maxmemory_policy", "unknown")
     return ServerFacts(kind=kind, version=version, eviction=eviction, persistent=persistent)
 
 
@@ -344,12 +327,9 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
     query.pop("decode_responses", None)
     if "ssl_cert_reqs" in query:  # CERT_NONE, as Celery writes it
         query["ssl_cert_reqs"] = query["ssl_cert_reqs"].removeprefix("CERT_").lower()
+    kind = {"sentinel": _sentinel, "redis+cluster": _cluster, "rediss+cluster": _cluster}
     try:
-        if scheme == "sentinel":
-            return _sentinel(address, query, options), prefix
-        if scheme.endswith("+cluster"):
-            return _cluster(address, query, options), prefix
-        pool = ConnectionPool(**_arguments(address, query, options))
+        return kind.get(scheme, _server)(address, query, options), prefix
     except (TypeError, exceptions.RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
@@ -360,14 +340,18 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
             f"the idempotency store's {scheme}:// URL cannot be read: check hosts, ports, database (a Cluster has only"
             " number 0) and master name, and percent-encode special characters in the password"
         ) from None
+
+
+def _server(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+    pool = ConnectionPool(**_arguments(address, query, options))
     given = pool.connection_kwargs
     where = given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
-    return Server(pool, f"Redis at {where}"), prefix
+    return Server(pool, f"Redis at {where}")
 
 
-def _cluster(address: str, query: Mapping[str, str], options: Mapping[str, Any]) -> Link:
+def _cluster(address: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
     scheme, user, hosts, path = _parts(address)
-    given = _shared(_arguments(f"{scheme}://{user}{hosts[0]}{path}", query, options))
+    given = _without_host(_arguments(f"{scheme}://{user}{hosts[0]}{path}", query, options))
     if given.pop("db", 0):
         raise ValueError
     nodes = [ClusterNode(*_host_and_port(host, 6379)) for host in hosts]  # type: ignore[no-untyped-call]
@@ -385,10 +369,10 @@ def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -
     scheme = "rediss" if query.pop("ssl", "").lower() in {"1", "true", "yes"} else "redis"
     names = [each for each in query if each.startswith("sentinel_")]
     own = {each.removeprefix("sentinel_"): query.pop(each) for each in names}
-    masters = _shared(_arguments(f"{scheme}://{user}localhost/{db}", query, options))
+    masters = _without_host(_arguments(f"{scheme}://{user}localhost/{db}", query, options))
     # With the timeouts and certificates of the masters, but a user and a password of their own.
     shared = {k: v for k, v in masters.items() if k.startswith(("socket_", "ssl_"))}
-    watchers = _shared(_arguments(f"{scheme}://localhost", own, shared))
+    watchers = _without_host(_arguments(f"{scheme}://localhost", own, shared))
     # A Sentinel that is down is not tried again: there are others.
     watchers["retry"] = Retry(NoBackoff(), 0)
     addresses = [_host_and_port(host, 26379) for host in hosts]
@@ -400,7 +384,7 @@ def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -
 def _arguments(
     address: str, query: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what redis-py reads in a URL, as arguments of a pool."""
+    """Return the arguments of a pool for a URL."""
     url = f"{address}?{urlencode(query)}"
     given: dict[str, Any] = {**_DEFAULTS, **options, **parse_url(url)}  # type: ignore[no-untyped-call]
     pool = ConnectionPool(**given)
@@ -409,11 +393,11 @@ def _arguments(
     return given
 
 
-def _shared(given: dict[str, Any]) -> dict[str, Any]:
-    """Return them as arguments of redis-py's other clients, which have hosts of their own."""
-    kind = given.pop("connection_class", None)
-    given = {name: value for name, value in given.items() if name not in ("host", "port")}
-    return given | ({"ssl": True} if kind is redis.SSLConnection else {})
+def _without_host(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for redis-py's other clients, which have hosts of their own."""
+    is_tls = given.pop("connection_class", None) is redis.SSLConnection
+    shared = {name: value for name, value in given.items() if name not in ("host", "port")}
+    return shared | ({"ssl": True} if is_tls else {})
 
 
 def _parts(address: str) -> tuple[str, str, list[str], str]:
@@ -424,7 +408,7 @@ def _parts(address: str) -> tuple[str, str, list[str], str]:
     found = [host for host in hosts.replace(";", ",").split(",") if host]
     if not found:
         raise ValueError
-    return scheme.partition("+")[0], user + at, found, slash + path
+    return scheme.removesuffix("+cluster"), user + at, found, slash + path
 
 
 def _host_and_port(host: str, default_port: int) -> tuple[str, int]:

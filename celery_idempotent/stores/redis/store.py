@@ -1,4 +1,4 @@
-"""Records in Redis or Valkey: three scripts are the fast paths of a run, the table decides all else in Python."""
+"""Records in Redis or Valkey: scripts are the fast paths of a run, the table decides everything else in Python."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ T = TypeVar("T")
 
 #: The token and the time that a new record got.
 _STAMP = Struct(">QQ")
-#: Members of an Enum take Python 3.11 0.2 µs to look up.
-_SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
+#: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _QUEUED, _PROCESSING, _FAILED = State.QUEUED, State.PROCESSING, State.FAILED
 _LOST = SettledWith.LOST
-#: What a settle carries over, but for what its script copies.
+_SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
+#: The fields that a settle carries over, without those that its script copies.
 _COPIED = ("token", "created_ms", "crashes", "attempts")
 _CARRIED = tuple(name for name in table.OUTCOME if name not in _COPIED)
 _carried_by = attrgetter(*_CARRIED)
 _CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
-#: Which of swap's keys indexes the records of a state.
+#: The number of the key of ``swap`` that indexes the records of a state.
 _IN_LEASES = b"2"
 _INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.INTERRUPTED: b"4"}
-#: How many records one trip of a sweep reads or writes.
+#: The number of records that one trip of a sweep reads or writes.
 _PER_TRIP = 250
 
 
@@ -65,7 +65,7 @@ class RedisStore(Store):
     """
 
     supports_counting = True
-    #: Until the server refuses it.
+    #: ``False`` once the server has refused a result beside a record.
     _takes_results = True
 
     def __init__(
@@ -117,7 +117,7 @@ class RedisStore(Store):
         try:
             return self._settle(request, result)
         except StoreMisconfigured as refused:
-            # What looks like one server may be a cluster, or a proxy, which take no scripts with two unrelated keys.
+            # A cluster or a proxy may look like one server, but takes no scripts with two unrelated keys.
             done = self._settle(request)
             self._takes_results = False
             logger.warning("idempotency: results are stored apart from records: %s", refused)
@@ -144,7 +144,7 @@ class RedisStore(Store):
         return SettledWith.RESULT if stored else SettledWith.NOTHING
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:
-        # Who overrides settle() does something in it that a settle with the result would leave out.
+        # An overridden settle() does something that a settle with the result would leave out.
         overridden = type(self).settle is not RedisStore.settle or "settle" in vars(self)
         link = self._link
         is_one = isinstance(link, servers.Server) and servers.is_one_database(link.pool, pool)
@@ -169,7 +169,7 @@ class RedisStore(Store):
         return done != "lost"
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew, all in one trip; what a sweep has ended since takes more."""
+        """Let each lease start anew, all in one trip; those that a sweep has ended take more."""
         calls = []
         for each in leases:
             args = b"%d" % each.lease_ms, b"%d" % (each.lease_ms + each.keep_ms)
@@ -185,7 +185,7 @@ class RedisStore(Store):
         found: Reply = None,
         keys: Sequence[bytes] = (),
     ) -> T:
-        """Do a verb with what a script ``found``, else with a look; anew if somebody else wrote since."""
+        """Do a verb with a script's answer (``found``) or a look; again if another client wrote since."""
         keys, highest = keys or self._keys.of_record(identity), 0
         while True:
             if found is None:
@@ -206,7 +206,7 @@ class RedisStore(Store):
         return [self._keys.identity(name) for _, name, _ in self._due_in(layout.LEASES, limit)]
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterator[Record | None]:
-        """Decide about some records at a time, with two trips: one to snapshot, one to write."""
+        """Decide about some records at a time, with two trips: one to look, one to write."""
         for at in range(0, len(due), _PER_TRIP):
             named = [(each, self._keys.of_record(each)) for each in due[at : at + _PER_TRIP]]
             answers = self._exchange(*[_CLAIM.call(keys[:1]) for _, keys in named])
@@ -218,7 +218,7 @@ class RedisStore(Store):
                     continue  # left to the newer version that wrote it
                 swept.append(self._sweep(snapshot, requeue_ms))
                 swaps.append(snapshot.swap or snapshot.mend())
-            # Whoever wrote meanwhile knows better, or the next sweep finds it.
+            # A record that another client wrote meanwhile is left to that, or to the next sweep.
             for record, written in zip(swept, self._exchange(*swaps), strict=True):
                 yield record if written == 1 else None
 
@@ -232,10 +232,9 @@ class RedisStore(Store):
 
     def _due_in(self, kind: bytes, limit: int) -> list[tuple[bytes, bytes, int]]:
         """Return index, name and score of up to ``limit`` entries whose time has come, of each index in its order."""
-        # All buckets give a few, round by round from anywhere: a full one starves no other.
+        # All buckets give a few, in rounds from a random one: a full bucket starves no other.
         start, now = random.randrange(layout.BUCKETS), b"%d" % self.now_ms()
-        indexes = self._keys.index(kind)
-        indexes = indexes[start:] + indexes[:start]
+        indexes = (2 * self._keys.index(kind))[start : start + layout.BUCKETS]
         found: list[tuple[bytes, bytes, int]] = []
         at, most = 0, limit // 64 + 1
         while indexes and len(found) < limit:
@@ -256,9 +255,9 @@ class RedisStore(Store):
         return search.scan(cursor, look_at) if selection.scans else search.walk(cursor, look_at)
 
     def stats(self) -> Stats:
-        at_ms, keys = self.now_ms(), self._keys
-        now, later = b"%d" % at_ms, b"(%d" % at_ms
-        # The score of a mark, in microseconds, is beyond any deadline.
+        now_ms = self.now_ms()
+        now, later = b"%d" % now_ms, b"(%d" % now_ms
+        # The score of a mark, in microseconds, is larger than any deadline.
         bounds = {
             "stale": (layout.LEASES, b"-inf", now),
             "live": (layout.LEASES, later, b"(1e14"),
@@ -267,11 +266,10 @@ class RedisStore(Store):
         }
         sums: dict[str, Any] = {}
         for name, (kind, *ends) in bounds.items():
-            sums[name] = sum(
-                self._exchange(*[plain(b"ZCOUNT", i, *ends) for i in keys.index(kind)])
-            )
-        (swept,) = self._exchange(plain(b"GET", keys.swept))
-        return Stats(now_ms=at_ms, swept_ms=None if swept is None else int(swept), **sums)
+            counts = [plain(b"ZCOUNT", index, *ends) for index in self._keys.index(kind)]
+            sums[name] = sum(self._exchange(*counts))
+        (swept,) = self._exchange(plain(b"GET", self._keys.swept))
+        return Stats(now_ms=now_ms, swept_ms=None if swept is None else int(swept), **sums)
 
     def note_sweep(self) -> None:
         self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
@@ -293,7 +291,7 @@ class RedisStore(Store):
             for field, number in pairs(answer):
                 outcome, _, task = field.decode().partition(" ")
                 found.append(Counted(hour=hour, task=task, outcome=outcome, count=int(number)))
-        return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
+        return found
 
     def now_ms(self) -> int:
         ((seconds, micros),) = self._exchange(plain(b"TIME", node=self._link.nodes()[0]))
@@ -303,7 +301,7 @@ class RedisStore(Store):
         return [servers.facts_of(self._link, node) for node in self._link.nodes()]
 
     def missing_rights(self) -> Sequence[str]:
-        # Redis 6 cannot be args. In a Cluster each server has its own users: some buckets of most of them.
+        # In a Cluster each server has users of its own: some buckets of most of them.
         names = self._keys.index(layout.LEASES)[::8]
         missing = self._exchange(*[servers.SCRIPTS["rights"].call((name,)) for name in names])
         return sorted({each.decode() for some in missing for each in some})
@@ -313,7 +311,7 @@ class RedisStore(Store):
 
 
 class RedisSnapshot(Snapshot):
-    """What one look found; its ``swap`` writes what a verb makes of it, unless somebody else wrote since."""
+    """What one look found; ``swap`` writes the outcome of a verb, unless another client wrote since."""
 
     swap: Command | None = None
 
@@ -334,7 +332,7 @@ class RedisSnapshot(Snapshot):
         life = b"%d" % (after.expires_ms - self.now_us // 1000)
         if before is not None and before.expires_ms == after.expires_ms:
             life = b""
-        # A settle that restores a lost record brings its token back; other new records, or new tokens, are new ones.
+        # A settle that restores a lost record brings its token back; any other new record has a new one.
         restores = before is None and record.state.settled
         is_new = not restores and (before is None or before.record.token != record.token)
         token = b"%d" % record.token if is_new else b""
@@ -349,7 +347,7 @@ class RedisSnapshot(Snapshot):
         self._swap(b"", b"", 0, _INDEX.get(self.stored.record.state, b""))
 
     def mend(self) -> Command:
-        """Take a record that no sweep has to look at out of the index of leases, or put it where it belongs."""
+        """Correct the record's entry in the index of leases, or delete it if no sweep has to look at the record."""
         record = self.stored and self.stored.record
         if record and record.deadline_ms and record.deadline_ms > self.now_us // 1000:
             return self._swap(self._packed, _IN_LEASES, record.deadline_ms, b"")
