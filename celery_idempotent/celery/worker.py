@@ -117,7 +117,9 @@ class Request(CeleryRequest):
                 task_id=self.id,
                 nesting=headers.get("replaced_task_nesting") or 0,
             ).identity
-            get_store(task.app)  # made here: the thread must not import its modules
+            # Made here: the thread must not import its modules.
+            if not get_store(task.app).safe_beside_forks:
+                return  # the lease ends the claim
             looked = threading.Event()
             work = partial(interrupt_claim, task, identity, self.id, pid, looked)
             threading.Thread(target=work, name="idempotency-background", daemon=True).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from django.db import models
 
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
-from celery_idempotent.stores.fields import LETTERS
 
 __all__ = ["Counter", "IdempotencyRecord", "Mark", "OutboxMessage", "Record"]
 
@@ -29,10 +28,7 @@ class Record(models.Model):
     #: One more with every write: what was read is written only if nobody wrote since.
     version = models.IntegerField()
     #: Its first letter; R is released: as if there were no row, it only keeps the token.
-    state = models.CharField(
-        max_length=1,
-        choices=[*((letter, state.name) for state, letter in LETTERS.items()), ("R", "released")],
-    )
+    state = models.CharField(max_length=1)
     #: Of the last claim: grows with every claim of the key, and is at least the time in microseconds.
     token = models.BigIntegerField()
     #: When the key was first claimed or reserved.

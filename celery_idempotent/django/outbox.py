@@ -18,8 +18,7 @@ import numbers
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -278,26 +277,20 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
     if not found:
         return Sent()
     sent = failed = unreached = refused = 0
-    # What a thread publishes that works on no task is no task's child.
-    with ThreadPoolExecutor(1, thread_name_prefix="idempotency-outbox") as thread:
+    for pk in found:
+        if time.monotonic() > until or unreached >= MAX_UNREACHED:
+            break
         try:
-            for pk in found:
-                if time.monotonic() > until or unreached >= MAX_UNREACHED:
-                    break
-                try:
-                    taken = due.filter(pk=pk).order_by().update(due_ms=NowMs() + LEASE_MS)
-                except DatabaseError:
-                    refused += 1
-                    continue
-                message = messages.filter(pk=pk).first() if taken else None
-                if message is None:  # another sweep's
-                    continue
-                error = _send(app, using, message, lambda *call: thread.submit(*call).result())
-                sent, failed = sent + (error is None), failed + (error is not None)
-                unreached = unreached + 1 if error and _is_unreachable(app, error) else 0
-        finally:
-            # Those that a receiver of Celery's signals opened there.
-            thread.submit(connections.close_all).result()
+            taken = due.filter(pk=pk).order_by().update(due_ms=NowMs() + LEASE_MS)
+        except DatabaseError:
+            refused += 1
+            continue
+        message = messages.filter(pk=pk).first() if taken else None
+        if message is None:  # another sweep's
+            continue
+        error = _send(app, using, message, add_to_parent=False)
+        sent, failed = sent + (error is None), failed + (error is not None)
+        unreached = unreached + 1 if error and _is_unreachable(app, error) else 0
     if refused:
         logger.warning(
             "idempotency: outbox of %s: %d messages could not be taken, and are left to the next sweep: are their rows "
@@ -340,20 +333,18 @@ def _send_after_commit(app: Celery, using: str, message: OutboxMessage, staged_a
             row = _rows(using).filter(pk=message.pk, due_ms__lt=F("created_ms") + 2 * LEASE_MS)
             if not row.update(due_ms=NowMs() + LEASE_MS):
                 return
-        error = _send(app, using, message, lambda publish, *call: publish(*call))
+        error = _send(app, using, message)
         if error is not None and _is_unreachable(app, error):
             _unreached_until[app] = time.monotonic() + UNREACHED_SECONDS
     except Exception:
         logger.exception("idempotency: staged message %s is left to the sweep", message)
 
 
-def _send(
-    app: Celery, using: str, message: OutboxMessage, run: Callable[..., object]
-) -> Exception | None:
+def _send(app: Celery, using: str, message: OutboxMessage, **options: object) -> Exception | None:
     """Publish a message and forget it; return the error if it cannot be published."""
     row = _rows(using).filter(pk=message.pk)
     try:
-        run(_publish, app, bytes(message.payload))
+        _publish(app, bytes(message.payload), options)
     except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does what it is given
         text = error_text(error)
         logger.warning(
@@ -374,7 +365,7 @@ def error_text(error: BaseException) -> str:
     return _CREDENTIALS.sub("://***@", text)[:ERROR_CHARS]
 
 
-def _publish(app: Celery, content: bytes) -> None:
+def _publish(app: Celery, content: bytes, options: Options) -> None:
     """Publish what was staged, and return when the broker has it.
 
     Raises:
@@ -386,8 +377,8 @@ def _publish(app: Celery, content: bytes) -> None:
     found = cast("dict[str, Any]", serializer.load(from_bytes(content)))
     task: Any = app.tasks[found.pop("task")]
     call = DeferredCall(**found)
-    with _confirming(app) as options:
-        call.options.update(options)
+    with _confirming(app) as confirming:
+        call.options.update(options, **confirming)
         if isinstance(task, IdempotentTask):
             task.send_deferred(call)
         else:

@@ -113,6 +113,7 @@ class DjangoStore(Store):
         own = None
         with suppress(StoreMisconfigured, ImproperlyConfigured):
             own = self.connections.own()
+        self.safe_beside_forks = own is None or own.vendor != "sqlite"
         if own is not None and not own.settings_dict["AUTOCOMMIT"]:
             raise InvalidOption(
                 f"the idempotency store's database {alias!r} has AUTOCOMMIT = False, and what is not committed guards "
@@ -209,13 +210,15 @@ class DjangoStore(Store):
     def _prune(self, session: Session, batch: int) -> tuple[int, int]:
         """Do one batch; return how many rows were looked at, and how many are gone."""
         dialect, now = session.dialect, session.dialect.now_ms
+        # Not what is within its transaction, however long ago its lease was.
         found = session.rows(
-            f"SELECT digest, token, CASE WHEN expires_ms > {now} THEN 0 WHEN state = 'P' AND {dialect.running} THEN 2"
-            f" ELSE 1 END FROM celery_idempotent_record r WHERE prune_ms <= {now} ORDER BY prune_ms LIMIT %s",
+            f"SELECT digest, token, expires_ms > {now} FROM celery_idempotent_record r WHERE prune_ms <= {now}"
+            f" AND NOT (state = 'P' AND expires_ms <= {now} AND {dialect.running}) ORDER BY prune_ms LIMIT %s",
             (batch,),
         )
-        over, alive, running = (
-            sorted(bytes(name) for name, _, kind in found if kind == wanted) for wanted in (1, 0, 2)
+        over, alive = (
+            sorted(bytes(name) for name, _, lives in found if lives == wanted)
+            for wanted in (False, True)
         )
         deleted = 0
         if over:
@@ -226,12 +229,12 @@ class DjangoStore(Store):
                 f" AND prune_ms <= {now}",
                 over,
             )
-        for names, end in ((alive, "expires_ms"), (running, f"{now} + 60000")):
-            if names:
-                session.execute(
-                    f"UPDATE celery_idempotent_record SET prune_ms = {end} WHERE digest IN ({_marks(names)})",
-                    names,
-                )
+        if alive:
+            session.execute(
+                "UPDATE celery_idempotent_record SET prune_ms = expires_ms"
+                f" WHERE digest IN ({_marks(alive)})",
+                alive,
+            )
         return len(found), deleted
 
     @in_session

@@ -140,6 +140,8 @@ class Store(ABC):
     supports_transactions: bool = False
     #: Does it count outcomes for operators? Then it has `count`, `counts` and `note_sweep`.
     supports_counting: bool = False
+    #: May a thread use it while the process forks? A fork copies SQLite's mutexes as they are, locked for ever perhaps.
+    safe_beside_forks: bool = True
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
 

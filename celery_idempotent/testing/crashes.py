@@ -240,7 +240,7 @@ def _run_and_kill(
     if not hasattr(os, "fork"):
         raise IdempotencyError("a process is forked for this, which this system cannot do")
     if "django.db" in sys.modules:
-        from celery_idempotent.django.testcases import close_before_fork
+        from celery_idempotent.django.transactions import close_before_fork
 
         close_before_fork()
     store, body = get_store(task.app), _body_of(task)

@@ -284,17 +284,20 @@ class TestSweeping:
         assert (report.sent, report.failed, report.more) == (0, 3, True)
         assert sum(each.attempts for each in lite.pending()) == 3
 
-    def test_a_message_that_it_sends_is_nobodys_child(self, lite: Stage):
+    def test_a_message_that_it_sends_is_a_root_and_none_of_its_children(self, lite: Stage):
         (staged,) = lite.dies_after_commit(1)
         lite.pass_time()
+        children: list[Any] = []
 
-        def sweep_all() -> Any:
-            return whole_sweep(lite.app)
+        def sweep_all(self: Any) -> Any:
+            done = whole_sweep(lite.app)
+            children.extend(self.request.children)
+            return done
 
-        sweeping = lite.app.task(name="sweeping", shared=False)(sweep_all)
+        sweeping = lite.app.task(name="sweeping", shared=False, bind=True)(sweep_all)
         assert sweeping.apply().get()["outbox_sent"] == 1
         ((headers, _, _),) = sent(lite.app)
-        assert (headers["root_id"], headers["parent_id"]) == (staged, None)
+        assert (headers["root_id"], children) == (staged, [])
 
     def test_formats_that_the_app_accepts_no_longer_are_not_read(self, lite: Stage):
         lite.app.conf.accept_content = ["json", "pickle"]

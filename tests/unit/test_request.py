@@ -332,6 +332,13 @@ class TestWhoseClaim:
         assert not undertakers()
         assert "could not look after" not in caplog.text
 
+    def test_a_store_that_minds_forks_is_left_to_the_lease(self, make, store, task, dead):
+        """The pool forks the next child while a thread would be inside SQLite."""
+        store.safe_beside_forks = False
+        before = hold(store, task, dead)
+        self.lose(make(dead))
+        assert store.get(identity()) == before
+
     def test_the_stamp_of_the_message_tells_the_key(self, make, store, task, dead):
         hold(store, task, dead, key="stamped")
         stamp = {"id": "t1", "key": "stamped"}

@@ -44,8 +44,7 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.requests import KEY_META, caller_scope, http_options, receive
 from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.status import status_url
-from celery_idempotent.django.testcases import in_testcase
-from celery_idempotent.django.transactions import first_on_commit
+from celery_idempotent.django.transactions import first_on_commit, in_testcase
 from celery_idempotent.errors import STORE_ERRORS, InvalidOption
 from celery_idempotent.events import Line
 from celery_idempotent.http.answers import Answer, RequestRefused

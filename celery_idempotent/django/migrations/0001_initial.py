@@ -41,29 +41,13 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name="Record",
             fields=[
-                (
-                    "digest",
-                    ShortBinaryField(max_length=16, primary_key=True, serialize=False),
-                ),
+                ("digest", ShortBinaryField(max_length=16, primary_key=True, serialize=False)),
                 ("namespace", models.CharField(max_length=255)),
                 ("scope", models.TextField()),
                 ("key", models.TextField()),
                 ("prune_ms", models.BigIntegerField(db_index=True)),
                 ("version", models.IntegerField()),
-                (
-                    "state",
-                    models.CharField(
-                        max_length=1,
-                        choices=[
-                            ("Q", "QUEUED"),
-                            ("P", "PROCESSING"),
-                            ("I", "INTERRUPTED"),
-                            ("C", "COMPLETED"),
-                            ("F", "FAILED"),
-                            ("R", "released"),
-                        ],
-                    ),
-                ),
+                ("state", models.CharField(max_length=1)),
                 ("token", models.BigIntegerField()),
                 ("created_ms", models.BigIntegerField()),
                 ("updated_ms", models.BigIntegerField()),

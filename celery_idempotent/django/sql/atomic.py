@@ -35,6 +35,7 @@ from celery_idempotent import backoff
 from celery_idempotent.django.sql.connections import Connections, Session
 from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, error_code, kind
 from celery_idempotent.django.sql.rows import OPEN, RowSnapshot, digest, settle_claim
+from celery_idempotent.django.transactions import is_testcase
 from celery_idempotent.errors import (
     IdempotencyError,
     LeaseLost,
@@ -55,26 +56,11 @@ _COMMIT_SECONDS = 10.0
 #: How often PostgreSQL looks whether the client of a running statement is still there.
 _CHECK_MS = 5_000
 
-#: The SQLSTATE of a statement in a transaction that an earlier one has broken.
-_ABORTED = "25P02"
-#: Releasing a savepoint that is not there: in another transaction, and in none; MySQL.
-_NO_SAVEPOINT = ("3B001", "25P01", 1305)
+#: The settle finds the transaction broken by an earlier error; its savepoint is gone: in another transaction, in none;
+#: MySQL.
+_ENDED = ("25P02", "3B001", "25P01", 1305)
 #: A write in a read-only transaction.
 _READ_ONLY = "25006"
-
-_CLOSED = (
-    "the task closed the connection of its own transaction (close_old_connections(), connections.close_all(), or"
-    " connection.close()), which rolled it back: leave that to what comes after an idempotency_atomic task"
-)
-_BROKEN = (
-    "the task went on after a database error inside its transaction, or marked it for rollback: put a statement that"
-    " may fail in a transaction.atomic() of its own, and catch the error around it"
-)
-_ENDED = (
-    "the transaction that should have settled the task's record is over before its time. The task committed or rolled"
-    " it back, perhaps by a statement that commits by itself, or went on after a deadlock, which rolls back"
-    " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
-)
 
 
 class SessionLost(OperationalError):
@@ -88,7 +74,15 @@ class SessionLost(OperationalError):
 
 
 class TransactionEnded(StoreMisconfigured):
-    """The task ended the transaction that should have settled its record with its own writes."""
+    """The task ended or broke the transaction that should have settled its record with its own writes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the transaction of an idempotency_atomic task is over or broken before its time. The task committed it,"
+            " rolled it back or marked it for that, perhaps by a statement that commits by itself; closed its"
+            " connection (close_old_connections()); or went on after a database error. Leave its end alone, and put a"
+            " statement that may fail in a transaction.atomic() of its own, with the error caught around that"
+        )
 
 
 class ClaimTransaction:
@@ -126,10 +120,8 @@ class ClaimTransaction:
             StoreMisconfigured: inside another transaction, except that of a TestCase.
         """
         own = self._own
-        outer = [
-            block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)
-        ]
-        if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
+        by_hand = own.connection is not None and not own.in_atomic_block and not own.autocommit
+        if by_hand or not all(map(is_testcase, own.atomic_blocks)):
             raise StoreMisconfigured(
                 "an idempotency_atomic task commits its own writes with its record, so it cannot run"
                 " inside another transaction: call it outside of atomic()"
@@ -298,13 +290,11 @@ class ClaimTransaction:
             Error: what befell the transaction as a whole, a serialization failure for instance.
         """
         own, session, identity = self._own, self._session, request.record.identity
-        if own.closed_in_transaction or own.connection is None:
-            raise TransactionEnded(_CLOSED)
-        if own.needs_rollback:
-            cause: Any = own.rollback_exc  # type: ignore[attr-defined]
+        if own.closed_in_transaction or own.connection is None or own.needs_rollback:
+            cause: Any = own.rollback_exc if own.needs_rollback else None  # type: ignore[attr-defined]
             if isinstance(cause, Error) and kind(cause, own.vendor) == "lost":
                 raise SessionLost from cause
-            raise TransactionEnded(_BROKEN) from cause
+            raise TransactionEnded from cause
         try:
             if own.vendor != "postgresql":
                 # Set first thing in the transaction, so it exists only as long as the transaction does.
@@ -315,17 +305,15 @@ class ClaimTransaction:
                     "SELECT current_setting('celery_idempotent.token', true)"
                 )
                 if token != str(request.record.token):
-                    raise TransactionEnded(_ENDED)
+                    raise TransactionEnded
         except Error as error:
-            code, trouble = error_code(error), kind(error, own.vendor)
+            trouble = kind(error, own.vendor)
             if trouble == "conflict":
                 raise
             if trouble == "lost":
                 raise SessionLost from error
-            if code == _ABORTED:
-                raise TransactionEnded(_BROKEN) from error
-            if code in _NO_SAVEPOINT or "no such savepoint" in str(error):
-                raise TransactionEnded(_ENDED) from error
+            if error_code(error) in _ENDED or "no such savepoint" in str(error):
+                raise TransactionEnded from error
             raise StoreUnavailable(
                 f"the record of {identity} could not be settled in the task's transaction"
                 f" ({type(error).__name__})"

@@ -1,23 +1,16 @@
 """Which connection a verb uses: one of the store's own, never the thread's.
 
-A verb commits by itself: a claim must be visible to others at once, and stay when the task or view around it is rolled
-back.
-So it shares neither the session of the project's own statements nor what they leave there (``search_path``, a role)::
+A claim must be visible to others at once, and stay when the task or view around it is rolled back. So a verb shares
+neither the session of the project's statements nor what they leave there (``search_path``, a role)::
 
     thread   BEGIN ─ INSERT order ─────────────── ROLLBACK     connections["default"]
     verb                        claim, committed               a connection of the store
 
 No session state is relied on between two verbs, so a pooler (PgBouncer) may stand in between. ``OPTIONS["pool"]`` of
-the project does not apply: a task in a transaction holds one connection of the pool while its verb would wait for a
-second.
+the project is not used: a task in a transaction holds one of its connections while its verb would wait for a second.
 
 Two exceptions, where a verb is part of the thread's transaction: SQLite, whose one write lock a second connection would
 wait for, and a ``TestCase``, which rolls back all that the test wrote.
-
-A fork and SQLite are kept apart. SQLite has mutexes in the process's memory, and a fork copies them locked, without the
-thread that would unlock them: the child's first query would wait for ever. A worker's main process forks to replace a
-lost child, and interrupts that child's claim, in another thread, at the same time. So a fork waits until no verb is
-inside SQLite, and a verb until the fork is done; both for milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +31,7 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
 from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect_of, error_code, kind
-from celery_idempotent.django.testcases import in_testcase, under_test
+from celery_idempotent.django.transactions import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -59,8 +51,6 @@ _MAX_AGE = 60.0
 _PREPARE_AFTER = 3
 #: Lets psycopg prepare those that ask for it, and no other statement of the connection.
 _NEVER = 2**31
-#: After so long a fork goes ahead regardless: waiting for ever would be as bad as what it prevents.
-_FORK_SECONDS = 5.0
 
 #: A value of so many bytes fits into every statement; beside a value a statement has fewer than so many bytes.
 _SMALL = 256 * 1024
@@ -76,11 +66,6 @@ _PSYCOPG_3 = find_spec("psycopg") is not None
 #: and closing them (as the garbage collector does) would end the parent's session. So they are referenced for ever.
 _inherited: list[object] = []
 _known: weakref.WeakSet[Connections] = weakref.WeakSet()
-
-#: The threads inside SQLite. A dict, since adding and removing are single instructions: a signal handler may raise an
-#: exception between any two.
-_inside: dict[int, None] = {}
-_forking = threading.Lock()
 
 
 class _Changed(Exception):
@@ -263,8 +248,7 @@ class Connections:
             with atomic(self.alias):
                 yield self.session_of(own)
         elif own.vendor == "sqlite" and not own.needs_rollback:
-            with unforked():
-                yield self.session_of(own)
+            yield self.session_of(own)
         else:
             with self._lent() as connection:
                 yield self.session_of(connection)
@@ -357,37 +341,10 @@ def _close_all(opened: set[BaseDatabaseWrapper]) -> None:
                 raw.close()
 
 
-@contextlib.contextmanager
-def unforked() -> Iterator[None]:
-    """Let this process not fork during the block; blocks may be nested."""
-    me = threading.get_ident()
-    if me in _inside:
-        yield
-        return
-    try:
-        with _forking:
-            _inside[me] = None
-        yield
-    finally:
-        _inside.pop(me, None)
-
-
-def _before_fork() -> None:
-    _forking.acquire()
-    me, until = threading.get_ident(), time.monotonic() + _FORK_SECONDS
-    while any(each != me for each in tuple(_inside)) and time.monotonic() < until:
-        time.sleep(0.001)
-
-
 def _after_in_child() -> None:
-    for each in set(_inside) - {threading.get_ident()}:
-        del _inside[each]
-    _forking.release()
     for known in list(_known):
         known.forget_inherited()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_forking.release, after_in_child=_after_in_child
-    )
+    os.register_at_fork(after_in_child=_after_in_child)
