@@ -147,7 +147,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
 
 
 def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
-    """Refuse a body that returns before it has run, unless a base runs it; :func:`.is_unfinished` finds hidden ones."""
+    """Refuse a body that returns before it has run, unless a base runs it."""
     run = inspect.getattr_static(task, "run")
     body = getattr(run, "__func__", run)
     while isinstance(body, partial):

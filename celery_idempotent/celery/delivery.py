@@ -42,7 +42,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
-from celery_idempotent.protocol.run import PROTOCOL, Run, execute
+from celery_idempotent.protocol.run import Run, execute
 from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State, Stored
 from celery_idempotent.stores import get_store
 
@@ -301,7 +301,7 @@ def _first_delivery() -> str:
     if in_main_thread and hasattr(signal, "SIGUSR1"):
         handler = signal.getsignal(signal.SIGUSR1)
         if getattr(handler, "__module__", "") == "billiard.pool":
-            shield.install(signal.SIGUSR1, signal.SIGTERM, protocol=PROTOCOL)
+            shield.install(signal.SIGUSR1, signal.SIGTERM)
     _worker.append(worker_name(os.getpid()))
     return _worker[0]
 

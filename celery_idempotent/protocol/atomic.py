@@ -25,13 +25,13 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.errors import STORE_ERRORS, LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import Phase
 from celery_idempotent.protocol.run import (
+    UNFINISHED,
     Body,
     Run,
-    close_unfinished,
     end_of,
     find_newer_claim,
-    is_unfinished,
     note_end,
+    refuse_unfinished,
     release,
 )
 from celery_idempotent.records import State
@@ -125,8 +125,8 @@ class _Attempt:
                         raise
                     self._left = error  # another task carries on: what this one wrote stays
                 run.shield.closed = True
-                if is_unfinished(type(self._value)):  # type: ignore[arg-type]  # classes are hashable
-                    raise close_unfinished(run.name, self._value)
+                if isinstance(self._value, UNFINISHED):
+                    raise refuse_unfinished(run, self._value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._stage, run.settling_since = Stage.SETTLING, time.monotonic()

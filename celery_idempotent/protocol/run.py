@@ -20,12 +20,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from celery_idempotent import backoff, errors, signals
 from celery_idempotent.errors import STORE_ERRORS
@@ -57,14 +57,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 #: What a call runs.
 Body = Callable[[], object]
 
 #: The ``on_commit`` of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
 OnCommit = Callable[[Callable[[], None]], None]
-
-#: A verb of the store had no answer.
-_UNANSWERED = (*STORE_ERRORS, VerbInterruptedError)
 
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
@@ -72,13 +71,14 @@ CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
 #: A duplicate that waits for the holder looks again after these times, in seconds.
 _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 
-#: After so many refusals in a row the end state is written without the value.
-MAX_REFUSALS = 2
-#: A value of so many bytes may be the reason why a store seems to be away.
+#: A value of this many bytes may be why a server closes the connection, as if it were away.
 LARGE_VALUE = 64 * 1024
 
-#: What a duplicate would have met, by the answer to its claim, where its task is only observed.
-_WOULD_HAVE_MET = {
+#: Values of these classes have run nothing yet.
+UNFINISHED = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+#: The outcome that a duplicate of an observed task would have had, by the answer to its claim.
+_OBSERVED = {
     Held: signals.conflicted,
     Settled: signals.replayed,
     Mismatched: signals.mismatched,
@@ -86,37 +86,32 @@ _WOULD_HAVE_MET = {
 
 
 class Run(Claim):
-    """One delivery of one call: what it is about, what its caller brings, and how far it has come.
+    """One delivery of one call: its options, its progress, and the hooks of its caller."""
 
-    The hooks at the end are the caller's part.
-    """
-
-    #: Exceptions by which a body says what becomes of its message: none of them is a failure.
+    #: Exceptions by which a body directs its message; they are never failures.
     control: tuple[type[Exception], ...] = ()
-    #: Each worker has this message under one task id, and each is to run it: without protection.
+    #: Every worker gets this message under one task id, and runs it: without protection.
     is_broadcast = False
-    #: Does any other exception settle FAILED, not only a permanent one? The outcome is asked for.
+    #: Does any exception settle FAILED, not only a permanent one? A client asks for the outcome.
     keeps_failure = False
-    #: What a sweep publishes should the claim go stale.
+    #: What a sweep publishes if the claim goes stale.
     message: bytes | None = None
     #: The body replaced its task by another one, which has its task id.
     replaced = False
-    #: Runs the body in a transaction with its record: :func:`.atomic.run_body`, where the policy wants that.
+    #: Runs the body in one transaction with its record: :func:`.atomic.run_body`, if the policy is atomic.
     in_transaction: Callable[[Run, Body], object] | None = None
     #: How often the database rolled this call back at its end.
     repeats = 0
-    #: Called after the rollback of its transaction: releases the key and, if the run is not eager, publishes a retry.
+    #: Called after a rollback: releases the key and, unless the run is eager, publishes a retry.
     after_rollback: Callable[[], object] | None = None
-    #: Returns the ``on_commit`` of each transaction that the caller has open, none if the record is part of one: an
-    #: eager run is settled after their COMMIT.
+    #: Returns the ``on_commit`` of each transaction that the caller of an eager run has open, none if the record is
+    #: part of one: the run is settled after their COMMIT.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
-    #: Has the caller to hear that the end state is written (:meth:`settled`)?
+    #: Is :meth:`settled` to be called?
     has_callbacks = False
     #: When the settle began (``time.monotonic``).
-    settling_since: float | None = None
-    #: A process that is being ended has one more try, and had it.
-    last_try_made = False
-    #: How often a duplicate that waits has looked whether the holder is done.
+    settling_since = 0.0
+    #: How often a waiting duplicate has asked for the key.
     polls = 0
 
     name: str
@@ -145,39 +140,39 @@ class Run(Claim):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def open_store(self) -> Store:
-        """Return the store; a store error is one of the claim."""
+        """Return the store, or raise one of its errors."""
         raise NotImplementedError
 
     def write_end(self, end: SettleRequest) -> bool:
-        """Write the end state, with whatever the store can write in the same step; ``False``: a newer claim."""
+        """Write the end state, and what fits into the same step; ``False``: a newer claim has the key."""
         return self.store.settle(end)
 
     def settled(self, state: EndState) -> None:
-        """The end state is written, and reported."""
+        """React to an end state that is written and reported."""
 
     def is_over_time(self) -> bool:
-        """Is the process ended because this very run took too long?"""
+        """Does the hard time limit of this run end the process?"""
         return False
 
     def longest_wait_ms(self) -> int | None:
-        """Return how long a duplicate may hold its worker; ``None``: as long as its policy wants."""
+        """Return how long a duplicate may hold its worker; ``None``: no limit but that of its policy."""
         return None
 
     def replay(self, record: Record, age_ms: int) -> object:
-        """Answer from a record: return its value or raise its exception."""
+        """Return the value of a record, or raise its exception."""
         raise NotImplementedError
 
     def conflict(self, record: Record, left_ms: int) -> NoReturn:
-        """Another run holds the key: raise what becomes of this call."""
+        """Raise the outcome of a call whose key another run holds."""
         raise NotImplementedError
 
     def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
-        """Raise what becomes of a call that did not run; ``begun``: that was rolled back, or is in doubt."""
+        """Raise the outcome of a call that did not run; ``begun``: it was rolled back, or that is in doubt."""
         raise NotImplementedError
 
 
 def run_in_progress() -> Run | None:
-    """Return the run that this code is the body of."""
+    """Return the run whose body called this."""
     run = current_run.get()
     return run if isinstance(run, Run) and run.phase in (Phase.RUNNING, Phase.RELEASED) else None
 
@@ -236,16 +231,15 @@ def execute(run: Run, body: Body) -> object:
 
 
 def _run_body(run: Run, record: Record, body: Body) -> object:
-    """Heartbeat, body, settle or release. Where the phase is UNDONE then, there is no value.
+    """Heartbeat, body, settle or release. A phase of UNDONE then means that there is no value.
 
-    Nothing strikes in this function itself (:mod:`.shield`): a body that returned is settled.
+    No signal strikes in this function itself (:mod:`.shield`): a body that returned is settled.
     """
     run.record, run.phase = record, Phase.RUNNING
     outer = current_run.set(run)
-    in_own = (
-        run.in_transaction is not None and run.policy.mode == "enforce"
-    )  # not renewed: see .atomic
-    if not in_own and not run.store.joined():  # else no other thread could see it, or renew it
+    # An atomic run holds a lock of its database instead; another thread does not see a record in an open transaction.
+    is_renewed = run.in_transaction is None or run.policy.mode == "observe"
+    if is_renewed and not run.store.joined():
         heartbeat.add(run)
     try:
         claimed_s = time.monotonic() - run.renewed_at
@@ -256,8 +250,8 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         else:
             value = run.in_transaction(run, body)
         run.shield.closed = True
-        if is_unfinished(type(value)) and run.policy.mode != "observe":  # type: ignore[arg-type]  # classes are hashable
-            raise close_unfinished(run.name, value)
+        if isinstance(value, UNFINISHED) and run.policy.mode != "observe":
+            raise refuse_unfinished(run, value)
     except BaseException as error:
         run.shield.closed = True
         _end_failed(run, error)
@@ -275,32 +269,54 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         current_run.reset(outer)
 
 
-@lru_cache(maxsize=256)
-def is_unfinished(kind: type) -> bool:
-    """Is a value of this class a run that has not come to its end, in place of a result?
-
-    Remembered: to ask abstract classes takes a hundred times as long.
-    """
-    return issubclass(kind, (Awaitable, Generator, AsyncGenerator))
-
-
-def close_unfinished(name: str, value: object) -> errors.IdempotencyError:
-    """Close a run that was never begun, and return the error that says so."""
-    end = getattr(value, "close", None) or getattr(value, "cancel", None)
-    if callable(end):
-        end()
+def refuse_unfinished(run: Run, value: Any) -> errors.IdempotencyError:
+    """Close a coroutine or generator that a body returned, and return the error."""
+    if not isinstance(value, AsyncGeneratorType):
+        value.close()
     return errors.IdempotencyError(
-        f"{name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. A "
-        "task runs what it has to do before it returns, by asyncio.run(…) for example."
+        f"{run.name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. "
+        "A task runs what it has to do before it returns, by asyncio.run(…) for example."
     )
+
+
+def _ask(
+    run: Run, verb: Callable[[], T], *, until: float, retried: type[Exception] = Exception
+) -> T:
+    """Return the answer of a verb of the store; without one ask again, ``until`` then (``time.monotonic``).
+
+    A process that is ending asks once more, at once.
+
+    Raises:
+        Exception: of the last try; ``StoreUnavailable`` if a signal interrupted that.
+    """
+    failures = 0
+    while True:
+        try:
+            run.shield.waiting = True
+            answer = verb()
+            run.shield.waiting = False
+        except (retried, VerbInterruptedError) as error:  # noqa: PERF203  the next try may not fail
+            run.shield.waiting = False
+            left = until - time.monotonic()
+            if left <= 0:
+                if isinstance(error, VerbInterruptedError):
+                    raise errors.StoreUnavailable(str(error)) from None
+                raise
+            failures += 1
+            if run.shield.ending:
+                until = 0.0
+            else:
+                run.shield.pause(min(backoff.seconds(failures), left))
+        else:
+            return answer
 
 
 # -- to claim ----------------------------------------------------------------------------------------------------------
 
 
 def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfigured:
-    """Ask the store for the key; for a few seconds, and always with the same attempt, while it is away."""
-    policy = run.policy
+    """Ask the store for the key; each try has the same attempt id."""
+    policy, observed = run.policy, run.policy.mode == "observe"
     run.phase, run.lost, run.replaced, run.known_steps = Phase.CLAIMING, False, False, None
     request = ClaimRequest(
         identity=run.identity,
@@ -312,43 +328,26 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         lease_ms=policy.lease_ms,
         keep_ms=policy.keep_ms,
         # A sweep leaves alone what is only observed.
-        on_stale="interrupt" if policy.mode == "observe" else policy.on_stale,
+        on_stale="interrupt" if observed else policy.on_stale,
     )
-    give_up, failures = time.monotonic() + CLAIM_SECONDS, 0
+
+    run.renewed_at = time.monotonic()
+    until = 0.0 if observed else run.renewed_at + CLAIM_SECONDS
     try:
-        while True:
-            try:
-                run.store = run.open_store()
-                run.shield.waiting = True
-                run.renewed_at = time.monotonic()
-                answer = run.store.claim(request)
-                if policy.retention_ms or not _is_mark(answer, run):
-                    run.shield.waiting = False
-                    return answer
-                # This message is another one: delete the record, and claim again.
-                run.store.forget_mark(run.identity, token=answer.record.token)
-            except errors.StoreMisconfigured as error:  # noqa: PERF203  one try failed, and the next may not
-                run.shield.waiting = False
-                return error
-            except (errors.StoreUnavailable, VerbInterruptedError) as error:
-                failures += 1
-                if policy.mode == "observe" or not _try_again(run, failures, until=give_up):
-                    if isinstance(error, VerbInterruptedError):
-                        error = errors.StoreUnavailable(str(error))
-                    return error
-    except BaseException:
-        # A greenlet, or a thread without a shield, was ended before the answer was here: the store may have given us
-        # the key.
-        run.shield.waiting = False
-        with suppress(*STORE_ERRORS):
-            answer = run.store.claim(request)
-            if isinstance(answer, Claimed):
-                run.store.release(run.identity, token=answer.record.token)
-        raise
+        run.store = run.open_store()
+        claim = partial(run.store.claim, request)
+        answer = _ask(run, claim, until=until, retried=errors.StoreUnavailable)
+        while not policy.retention_ms and _is_mark(answer, run):
+            forget = partial(run.store.forget_mark, run.identity, token=answer.record.token)
+            _ask(run, forget, until=until, retried=errors.StoreUnavailable)
+            answer = _ask(run, claim, until=until, retried=errors.StoreUnavailable)
+    except STORE_ERRORS as error:
+        return error
+    return answer
 
 
 def _is_mark(answer: Answer, run: Run) -> TypeGuard[Settled | Mismatched]:
-    """Is this the mark of a retention of 0? A settled record then only answers redeliveries of its own message."""
+    """Is this the mark of a retention of 0? A settled record then answers only redeliveries of its own message."""
     return (
         isinstance(answer, (Settled, Mismatched))
         and answer.record.task_id != run.task_id
@@ -356,21 +355,8 @@ def _is_mark(answer: Answer, run: Run) -> TypeGuard[Settled | Mismatched]:
     )
 
 
-def _try_again(run: Run, failures: int, *, until: float) -> bool:
-    """Pause; ``False`` if there is to be no other try. A process that is being ended has one more, at once."""
-    run.shield.waiting = False
-    if run.shield.ending:
-        is_first, run.last_try_made = not run.last_try_made, True
-        return is_first
-    left = until - time.monotonic()
-    if left <= 0:
-        return False
-    run.shield.pause(min(backoff.seconds(failures), left))
-    return True
-
-
 def _wait_for_holder(run: Run, left_ms: int) -> bool:
-    """Wait for the holder a little, where the policy wants that; ``False`` if the time is up."""
+    """Pause before the next claim if the policy is to wait; ``False`` if not, or if the time is up."""
     if run.policy.on_conflict != "wait":
         return False
     wait_ms, longest_ms = run.policy.wait_ms, run.longest_wait_ms()
@@ -380,14 +366,14 @@ def _wait_for_holder(run: Run, left_ms: int) -> bool:
     if left <= 0:
         return False
     run.polls += 1
-    # Its lease may end before the next look would be due.
+    # The holder's lease may end before the next look would be due.
     longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
     pause = backoff.seconds(run.polls, first=_FIRST_LOOK, longest=longest)
     return run.shield.pause(min(pause, left))
 
 
 def _refuse_poison(run: Run, record: Record) -> bool:
-    """Settle FAILED a key that is not to be run again (celery #9082); the next claim finds that record."""
+    """Settle FAILED a key that is not to run again (celery #9082); the next claim finds that record."""
     crashes, policy = record.crashes, run.policy
     error: errors.IdempotencyError
     if policy.on_stale == "fail":
@@ -412,7 +398,7 @@ def _refuse_poison(run: Run, record: Record) -> bool:
             run.report(signals.settled, record, **about)
         else:
             run.report(signals.lease_lost, record)
-    except STORE_ERRORS as trouble:  # nothing ran, so that is no loss: the message comes back
+    except STORE_ERRORS as trouble:  # nothing ran: the message comes back
         run.report(signals.store_failed, record, error=trouble)
         run.store_failed(trouble)
     return True
@@ -422,121 +408,16 @@ def _refuse_poison(run: Run, record: Record) -> bool:
 
 
 def _settle(run: Run, state: EndState, outcome: Any) -> None:
-    """Write the end state, after the COMMIT of the transactions that the caller has open, if any."""
+    """Write the end state, now or once all transactions that the caller has open are committed.
+
+    After a rollback of one of them the lease ends the claim.
+    """
     error = outcome if state is State.FAILED else None
-    on_commits = [] if run.open_transactions is None else run.open_transactions(run.store)
-    if on_commits:
-        _settle_after_commit(run, end_of(run, state, outcome), error, on_commits)
+    end = end_of(run, state, outcome)
+    on_commits = () if run.open_transactions is None else run.open_transactions(run.store)
+    if not on_commits:
+        _write_end(run, end, error)
         return
-    try:
-        _write_end(run, end_of(run, state, outcome), error)
-    except BaseException:
-        # The process, or the greenlet, ends in a moment: one last try, of the record alone.
-        if run.phase is Phase.RUNNING:
-            try:
-                written = run.store.settle(end_of(run, state, outcome))
-            except Exception as trouble:  # noqa: BLE001  of the store
-                _give_up(run, trouble)
-            else:
-                note_end(run, state, error, written=written)
-        raise
-
-
-def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
-    """Return what settles a run: without a value, if the outcome cannot be serialized."""
-    value: Stored | None = None
-    if not run.replaced:
-        dump = run.codec.dump_value if state is State.COMPLETED else run.codec.dump_error
-        try:
-            value = dump(outcome)
-        except Exception as error:  # noqa: BLE001  of classes of any kind
-            _warn_without_value(run, state, error)
-    return SettleRequest(
-        record=run.record,
-        state=state,
-        value=value,
-        keep_ms=run.policy.settled_keep_ms,
-        replaced=run.replaced,
-    )
-
-
-def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> None:
-    """Write the end state; try for a whole lease: without it another run would repeat what the body did.
-
-    A process that is being ended has one try more, and in observe mode there is only one.
-    """
-    run.settling_since = time.monotonic()
-    give_up = run.settling_since + run.policy.lease_ms / 1000
-    failures = refusals = 0
-    while True:
-        try:
-            run.shield.waiting = True
-            # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
-            written = run.store.settle(end) if failures else run.write_end(end)
-            run.shield.waiting = False
-        except Exception as error:  # noqa: BLE001, PERF203  of the store
-            failures += 1
-            if run.policy.mode == "observe" or not _try_again(run, failures, until=give_up):
-                _give_up(run, error)
-                return
-            refusals = refusals + 1 if _is_refused(end.value, error) else 0
-            if refusals == MAX_REFUSALS:
-                _warn_without_value(run, end.state, error)
-                end = replace(end, value=None)
-        else:
-            note_end(run, end.state, failure, written=written)
-            return
-
-
-def _warn_without_value(run: Run, state: EndState, error: Exception) -> None:
-    logger.warning(
-        "idempotency: the store does not take the result of %s (%s), which is settled without it: duplicates %s",
-        run.identity,
-        error,
-        WITHOUT_VALUE[state],
-    )
-
-
-def note_end(
-    run: Run, state: EndState, error: BaseException | None = None, *, written: bool = True
-) -> None:
-    """Note and report that the end state is written, once; or that a newer claim has the key."""
-    if not written:
-        _lose(run)
-        return
-    if run.phase is Phase.SETTLED:
-        return
-    run.phase = Phase.SETTLED
-    took = None if run.settling_since is None else time.monotonic() - run.settling_since
-    run.report(signals.settled, run.record, state=state, error=error, seconds=took)
-    if run.has_callbacks:
-        run.settled(state)
-
-
-def _is_refused(value: Stored | None, error: Exception) -> bool:
-    """Is it the value that cannot be stored, as far as the error tells?
-
-    A server that ends the connection of a client whose command is too large looks like one that is away: an error that
-    may pass is taken for a refusal with a large value.
-    """
-    if value is None or isinstance(error, VerbInterruptedError):
-        return False
-    return len(value.body) >= LARGE_VALUE or not isinstance(error, errors.StoreUnavailable)
-
-
-def _give_up(run: Run, error: Exception) -> None:
-    """Report that the body is over, and that its end state cannot be written."""
-    run.phase = Phase.ENDED
-    if run.policy.mode == "observe":
-        logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
-    else:
-        run.report(signals.settle_failed, run.record, error=error)
-
-
-def _settle_after_commit(
-    run: Run, end: SettleRequest, error: BaseException | None, on_commits: Sequence[OnCommit]
-) -> None:
-    """Put the settle off until the caller's transactions commit; a rollback drops it, and the lease ends the claim."""
     uncommitted = len(on_commits)
 
     def after_commit() -> None:
@@ -555,6 +436,88 @@ def _settle_after_commit(
     run.phase = Phase.AWAITS_COMMIT
 
 
+def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
+    """Return the request that settles a run: without a value, if the outcome cannot be serialized."""
+    value: Stored | None = None
+    if not run.replaced:
+        dump = run.codec.dump_value if state is State.COMPLETED else run.codec.dump_error
+        try:
+            value = dump(outcome)
+        except Exception as error:  # noqa: BLE001  of classes of any kind
+            _warn_without_value(run, state, error)
+    return SettleRequest(
+        record=run.record,
+        state=state,
+        value=value,
+        keep_ms=run.policy.settled_keep_ms,
+        replaced=run.replaced,
+    )
+
+
+def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> None:
+    """Write the end state; try for a whole lease: without it another run would repeat the effect."""
+    run.settling_since = time.monotonic()
+    tries = 0
+
+    def write() -> bool:
+        nonlocal end, tries
+        tries += 1
+        try:
+            # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
+            return run.store.settle(end) if tries > 1 else run.write_end(end)
+        except Exception as error:
+            if tries > 1 and _is_refused(end.value, error):
+                _warn_without_value(run, end.state, error)
+                end = replace(end, value=None)
+            raise
+
+    try:
+        observed = run.policy.mode == "observe"
+        until = 0.0 if observed else run.settling_since + run.policy.lease_ms / 1000
+        written = _ask(run, write, until=until)
+    except Exception as error:  # noqa: BLE001  of the store
+        _give_up(run, error)
+    else:
+        if written:
+            note_end(run, end.state, failure)
+        else:
+            _lose(run)
+
+
+def _is_refused(value: Stored | None, error: Exception) -> bool:
+    """May the value be what the store does not take?"""
+    if value is None or isinstance(error, VerbInterruptedError):
+        return False
+    return len(value.body) >= LARGE_VALUE or not isinstance(error, errors.StoreUnavailable)
+
+
+def _warn_without_value(run: Run, state: EndState, error: Exception) -> None:
+    logger.warning(
+        "idempotency: the store does not take the result of %s (%s), which is settled without it: duplicates %s",
+        run.identity,
+        error,
+        WITHOUT_VALUE[state],
+    )
+
+
+def note_end(run: Run, state: EndState, error: BaseException | None = None) -> None:
+    """Report that the end state is written."""
+    run.phase = Phase.SETTLED
+    took = time.monotonic() - run.settling_since
+    run.report(signals.settled, run.record, state=state, error=error, seconds=took)
+    if run.has_callbacks:
+        run.settled(state)
+
+
+def _give_up(run: Run, error: Exception) -> None:
+    """Report that the end state of a finished body cannot be written."""
+    run.phase = Phase.ENDED
+    if run.policy.mode == "observe":
+        logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
+    else:
+        run.report(signals.settle_failed, run.record, error=error)
+
+
 # -- to release --------------------------------------------------------------------------------------------------------
 
 
@@ -564,13 +527,13 @@ def _end_failed(run: Run, error: BaseException) -> None:
     ::
 
         the body raised …                            the record is …
-        what replaced its task by another one        settled COMPLETED, as replaced
+        the exception of a replacement               settled COMPLETED, as replaced
         a permanent error                            settled FAILED
-        Retry, Ignore, Reject, or what ends          released
+        Retry, Ignore, Reject, the end of            released
         the process
         any other exception                          released
-        the same, where a client asks for the        settled FAILED
-        outcome, with no steps recorded
+        the same, if a client asks for the           settled FAILED
+        outcome, and no step is recorded
     """
     if run.phase is not Phase.RUNNING:
         return  # released for a retry or a replacement by the body; ended by its transaction
@@ -593,8 +556,8 @@ def _end_failed(run: Run, error: BaseException) -> None:
 def _is_final(run: Run, error: BaseException) -> bool:
     """Do duplicates get this error?
 
-    Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat them: so
-    a run with steps is released, which keeps them. After a permanent error there is no new run.
+    Settling FAILED deletes the steps, which a client who repeats a failed request would run again: a run with steps is
+    released. After a permanent error there is no new run.
     """
     if isinstance(error, (*run.control, errors.LeaseLost)) or not isinstance(error, Exception):
         return False
@@ -609,44 +572,33 @@ def release(
     """Give the key back; ``False``: there was nothing to release, ``None``: the store is away, the lease ends it.
 
     Also from within the body, before a retry or a replacement with this key is published. ``requeue_ms``: the call
-    comes again. If not within this time, a sweep sends the record's message, if any. The store has one second to
-    answer. Where ``error`` ends the process there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s
-    later SIGKILL.
+    comes again within this time, or a sweep sends the record's message, if any. Where ``error`` ends the process there
+    is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
     """
     was_closed = run.shield.close()
     run.phase = Phase.RELEASED
-    at_exit = error is not None and not isinstance(error, Exception)
-    give_up, failures = time.monotonic() + RELEASE_SECONDS, 0
+    free = partial(run.store.release, run.identity, token=run.token, requeue_ms=requeue_ms)
+    ends_process = error is not None and not isinstance(error, Exception)
+    until = 0.0 if ends_process else time.monotonic() + RELEASE_SECONDS
     try:
-        while True:
-            try:
-                run.shield.waiting = True
-                released = run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
-                run.shield.waiting = False
-            except _UNANSWERED as trouble:  # noqa: PERF203  one try failed, and the next may not
-                failures += 1
-                if at_exit or not _try_again(run, failures, until=give_up):
-                    line = "idempotency: could not release %s, its lease will end it: %s"
-                    logger.warning(line, run.identity, trouble)
-                    return None
-            else:
-                # An earlier try may have released the key, and its answer was lost: report that, too.
-                if released or failures:
-                    state = State.INTERRUPTED if run.has_steps else None  # None: it is deleted
-                    if requeue_ms is not None and (run.record.reserved or run.message is not None):
-                        state = State.QUEUED
-                    run.report(signals.released, run.record, state=state, error=error)
-                return released
-    except BaseException:
-        with suppress(Exception):  # the process, or the greenlet, may be about to end: one last try
-            run.store.release(run.identity, token=run.token, requeue_ms=requeue_ms)
-        raise
+        released = _ask(run, free, until=until)
+    except Exception as trouble:  # noqa: BLE001  of the store
+        line = "idempotency: could not release %s, its lease will end it: %s"
+        logger.warning(line, run.identity, trouble)
+        return None
+    else:
+        if released:
+            state = State.INTERRUPTED if run.has_steps else None  # None: it is deleted
+            if requeue_ms is not None and (run.record.reserved or run.message is not None):
+                state = State.QUEUED
+            run.report(signals.released, run.record, state=state, error=error)
+        return released
     finally:
         run.shield.leave(was_closed=was_closed, nested=True)
 
 
 def find_newer_claim(run: Run) -> bool:
-    """Has the key a newer claim? Then this call is its duplicate, and that is reported."""
+    """Has the key a newer claim? Then report that: this call is its duplicate."""
     try:
         found = run.store.get(run.identity)
     except STORE_ERRORS:
@@ -659,7 +611,7 @@ def find_newer_claim(run: Run) -> bool:
 
 
 def _lose(run: Run) -> None:
-    """A newer claim has the key: drop what this run did, and go on as its duplicate."""
+    """Drop the result of this run, whose key has a newer claim: the call goes on as its duplicate."""
     observed = run.policy.mode == "observe"
     run.phase = Phase.ENDED if observed else Phase.UNDONE
     run.report(signals.lease_lost, run.record, observed=observed)
@@ -669,14 +621,14 @@ def _lose(run: Run) -> None:
 
 
 def _observe(run: Run, body: Body) -> object:
-    """Run whatever the store says; record, count and log what would have been a duplicate."""
+    """Run in any case; record, count and log what would have been a duplicate."""
     answer = _claim(run)
     if isinstance(answer, Claimed):
         return _run_body(run, answer.record, body)
     if isinstance(answer, STORE_ERRORS):
         run.report(signals.store_failed, error=answer, observed=True)
     else:
-        run.report(_WOULD_HAVE_MET[type(answer)], answer.record, observed=True)
+        run.report(_OBSERVED[type(answer)], answer.record, observed=True)
     return _run_unguarded(run, body)
 
 
@@ -684,14 +636,7 @@ def unguarded(run: Run) -> Run:
     """Give ``run`` a claim that holds nothing: its key is known, its token is 0, its steps just run."""
     run.phase = Phase.UNGUARDED
     run.record = Record(
-        identity=run.identity,
-        state=State.PROCESSING,
-        token=0,
-        created_ms=0,
-        updated_ms=0,
-        fingerprint=run.fingerprint,
-        task_id=run.task_id,
-        worker=run.worker,
+        identity=run.identity, state=State.PROCESSING, token=0, created_ms=0, updated_ms=0
     )
     return run
 
@@ -707,7 +652,3 @@ def _run_unguarded(run: Run, body: Body) -> object:
         run.shield.closed = True
         run.phase = Phase.ENDED
         current_run.reset(outer)
-
-
-#: For the shield: the functions with these globals are never struck.
-PROTOCOL = globals()

@@ -11,12 +11,12 @@ raises between two instructions. The shield wraps both handlers, once in each po
 While a verb of the store is under way, a signal also ends the waiting: the verb raises :class:`VerbInterruptedError`,
 and is asked again as if its answer had been lost. A SIGTERM leaves it that one try.
 
-A function of ``run.py`` itself is never struck: when its ``body()`` has returned or failed, what became of it must not
-be lost. (From Python 3.11 on no signal strikes between ``open()`` and the body: handlers run at the start of a
-function, after a call of a C function, and at the end of a loop.)
+A function of ``run.py`` itself is never struck: when its ``body()`` has returned or failed, the outcome must not be
+lost. (From Python 3.11 on no signal strikes between ``open()`` and the body: handlers run at the start of a function,
+after a call of a C function, and at the end of a loop.)
 
-Greenlets and ``KeyboardInterrupt`` do not come by these signals: they strike while a greenlet waits, that is, in the
-body or within a verb of the store, and there the protocol expects any exception.
+Greenlets and ``KeyboardInterrupt`` do not come by these signals. Where they strike a verb of the store, the lease ends
+the claim.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
 #: A pause looks for noted signals this often, in seconds.
 _LOOK = 0.05
 
+#: Functions of this module are never struck.
+_PROTOCOL = f"{__package__}.run"
+
 
 class VerbInterruptedError(Exception):
-    """The store was not waited for, because a signal came.
+    """A signal ended the wait for the store.
 
-    No error of the store's: it may strike in the middle of an exchange, and a store then drops its connection.
+    It is none of the store's errors: it may strike in the middle of an exchange, and a store then drops its connection.
     """
 
 
 class Shield:
-    """What holds signals back in one thread; this one, for threads that get no signals, holds back nothing."""
+    """Holds back the given signals in one thread; threads that get no signals share one without any."""
 
     #: Are signals noted instead of raised?
     closed = False
@@ -53,42 +55,17 @@ class Shield:
     #: Is the process to end?
     ending = False
 
-    def close(self) -> bool:
-        """Close the shield; return whether it was closed, for :meth:`leave`."""
-        return False
-
-    def open(self) -> None:
-        """Let signals strike: first those that were noted."""
-
-    def let_exit(self) -> None:
-        """Let the process end now, if it is to: what holds its message gives that back."""
-
-    def leave(self, *, was_closed: bool, nested: bool) -> None:
-        """Undo :meth:`close`. A run that was ``nested`` in the body of another hands it the noted signals."""
-
-    def pause(self, seconds: float) -> bool:
-        """Sleep, but no longer than until a signal is noted: ``False`` then."""
-        time.sleep(seconds)
-        return True
-
-
-class MainThreadShield(Shield):
-    """The shield of a pool child's main thread, where Python runs signal handlers."""
-
-    def __init__(self, protocol: dict[str, Any]) -> None:
+    def __init__(self, *signals: int) -> None:
         self._noted: list[int] = []
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._protocol = protocol
-
-    def wrap(self, signum: int) -> None:
-        """Put this shield before the handler of a signal."""
-        handler = signal.getsignal(signum)
-        if callable(handler):
-            self._handlers[signum] = handler
-            signal.signal(signum, self._handle)
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        for signum in signals:
+            handler = signal.getsignal(signum)
+            if callable(handler):
+                self._handlers[signum] = handler
+                signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        in_protocol = frame is not None and frame.f_globals is self._protocol
+        in_protocol = frame is not None and frame.f_globals.get("__name__") == _PROTOCOL
         if not self.closed and not in_protocol:
             self._handlers[signum](signum, frame)
             return
@@ -99,7 +76,7 @@ class MainThreadShield(Shield):
             raise VerbInterruptedError("the store was not waited for: a signal came")
 
     def close(self) -> bool:
-        """Close the shield; return whether it was closed."""
+        """Close the shield; return whether it was closed, for :meth:`leave`."""
         was_closed, self.closed = self.closed, True
         return was_closed
 
@@ -111,12 +88,12 @@ class MainThreadShield(Shield):
             self._handlers[signum](signum, None)
 
     def let_exit(self) -> None:
-        """Let the process end now, if it is to."""
+        """Let the process end now, if it is to: the holder of its message gives that back."""
         if self.ending:
             self.open()
 
     def leave(self, *, was_closed: bool, nested: bool) -> None:
-        """Undo :meth:`close`; what was noted is raised, but a soft time limit only for a run around this one."""
+        """Undo :meth:`close` and raise the noted signals, a soft time limit only in a run ``nested`` in another."""
         self.closed, self.waiting = was_closed, False
         if not self._noted or was_closed:
             return
@@ -127,6 +104,9 @@ class MainThreadShield(Shield):
 
     def pause(self, seconds: float) -> bool:
         """Sleep, but no longer than until a signal is noted: ``False`` then."""
+        if not self._handlers:
+            time.sleep(seconds)
+            return True
         until, known = time.monotonic() + seconds, len(self._noted)
         while len(self._noted) == known:
             left = until - time.monotonic()
@@ -141,12 +121,9 @@ shields: dict[int, Shield] = {}
 NO_SHIELD = Shield()
 
 
-def install(*signals: int, protocol: dict[str, Any]) -> None:
-    """Hold these signals back in this thread, the main one, from now on; ``protocol`` are the globals of ``run.py``."""
-    made = MainThreadShield(protocol)
-    for signum in signals:
-        made.wrap(signum)
-    shields[threading.get_ident()] = made
+def install(*signals: int) -> None:
+    """Hold these signals back in this thread, the main one, from now on."""
+    shields[threading.get_ident()] = Shield(*signals)
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -464,42 +463,12 @@ class TestStoreFailures:
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
 
-    def test_a_fault_of_a_report_makes_no_written_end_a_failed_one(
-        self, execute, store, memory, events, monkeypatch
-    ):
+    def test_an_exit_during_the_settle_leaves_the_key_to_its_lease(self, execute, store, memory):
         store.fail("settle", SystemExit)
-
-        def report(*_: object, **__: object) -> None:
-            raise ValueError("a fault")
-
-        monkeypatch.setattr(protocol, "note_end", report)
-        with pytest.raises(ValueError, match="a fault"):
-            execute(lambda: 1)
-        assert memory.get(IDENTITY).state is State.COMPLETED
-        assert events.names == ["claimed"]
-
-    @pytest.mark.parametrize("where", ["a try", "a pause between two", "the codec"])
-    def test_an_exit_during_the_settle_leaves_it_one_more_try_even_if_that_fails(
-        self, execute, store, events, fake_time, where
-    ):
-        class Codec(TextCodec):
-            errors: ClassVar = [SystemExit()] if where == "the codec" else []
-
-            def dump_value(self, value: Any) -> Stored | None:
-                if self.errors:
-                    raise self.errors.pop()
-                return super().dump_value(value)
-
-        if where == "a try":
-            store.fail("settle", SystemExit)
-        elif where == "a pause between two":
-            fake_time.sleep = lambda _: sys.exit()
-        store.fail_always("settle", StoreUnavailable)
         with pytest.raises(SystemExit):
-            execute(lambda: 1, codec=Codec())
-        tries = 1 if where == "the codec" else 2
-        assert store.calls == ["claim", *["settle"] * tries]
-        assert events.names == ["claimed", "settle_failed"]
+            execute(lambda: 1)
+        assert memory.get(IDENTITY).state is State.PROCESSING
+        assert store.calls == ["claim", "settle"]
 
     def test_a_process_that_is_being_ended_does_not_wait_to_release(
         self, execute, store, fake_time

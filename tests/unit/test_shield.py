@@ -18,7 +18,6 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import shield
 from celery_idempotent.protocol.claim import current_claim
-from celery_idempotent.protocol.run import PROTOCOL
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.runs import IDENTITY, Ran
@@ -98,7 +97,7 @@ def strike_one(number: int, signum: int, store: MemoryStore) -> str:
         return trace
 
     signal.signal(signum, limit)
-    shield.install(signum, protocol=PROTOCOL)
+    shield.install(signum)
     runner = make_runner(store)
     sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
@@ -137,8 +136,8 @@ def test_what_took_effect_is_completed_and_what_did_not_is_free(
     assert wrong == []
 
 
-def make(received: list[int]) -> shield.MainThreadShield:
-    made = shield.MainThreadShield(PROTOCOL)
+def make(received: list[int]) -> shield.Shield:
+    made = shield.Shield()
     made._handlers = {n: lambda n, _: received.append(n) for n in (signal.SIGUSR1, signal.SIGTERM)}
     return made
 
