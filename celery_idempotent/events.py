@@ -1,11 +1,11 @@
-"""Events: the counter, the signal and the line in the log of each outcome, in one call, from every place.
+"""Reports of outcomes: the counter, the signal and the log line of each, in one call.
 
-Each outcome is reported where it becomes a fact, and there alone: the line says what happened to the key, while what
-becomes of the message (it comes back in 3 s, the task fails) is logged by the code that does it.
+Each outcome is reported where it becomes a fact, and there alone: the line says what happened to the key. The code that
+republishes or fails a message logs that itself.
 
-A report costs a run less than a microsecond and no round trip: counts are added up in each process and written by the
-heartbeat's thread, kept by the hour, and the event is made only if a receiver or the log wants it. A process that ends
-writes what it counted; one that is killed takes it along: these are figures for charts, not for the books.
+A report costs a run less than a microsecond and no round trip: each process adds its counts up, the heartbeat's thread
+writes them, by the hour, and an event is made only for a receiver or the log. A process that is killed loses its last
+counts: these are figures for charts, not for the books.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 WRITE_EVERY = 5.0
 
 _HOST = socket.gethostname()
-#: Tells this process, and all that it forks, from those of another machine with the same name and the same pids: two
-#: containers, say. A worker's children get it from its main process, which thus knows how they name themselves.
+#: Tells this process and its forks from those of another container with the same host name and pids. A worker's main
+#: process thus knows the names of its children.
 _ORIGIN = os.urandom(4).hex()
 
 
@@ -48,9 +48,9 @@ def worker_name(pid: int) -> str:
 
 
 class Counters:
-    """How often each outcome came about in this process since that was written last, by store and task."""
+    """The outcomes of this process that are not written yet, by store and task."""
 
-    #: Does a thread of this process write the counts? The heartbeat says so, and how to start it.
+    #: Does a thread of this process write the counts? The heartbeat sets this, and the function that starts it.
     has_writer = False
     start_writer: Callable[[], None] = staticmethod(lambda: None)
 
@@ -65,7 +65,7 @@ class Counters:
         self._written = time.monotonic()
 
     def add(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome; the heartbeat writes it in a few seconds, or the caller, with :meth:`write`."""
+        """Count one outcome; the heartbeat writes it in a few seconds, or the caller by :meth:`write`."""
         counts = self.counts.get(store)
         if counts is None:
             if not store.supports_counting:
@@ -73,18 +73,13 @@ class Counters:
             counts = self.counts.setdefault(store, Counter())
         counts[task, outcome] += 1
 
-    @property
-    def empty(self) -> bool:
-        """Is everything written?"""
-        return not self.counts
-
     def beat(self) -> None:
-        """Write what was counted, if it is time."""
+        """Write the counts, if it is time."""
         if time.monotonic() - self._written >= WRITE_EVERY:
             self.write()
 
     def write(self) -> None:
-        """Write what was counted, now, from any thread; what a store does not take is kept for the next time."""
+        """Write the counts, from any thread; those that a store does not take are kept for the next time."""
         self._written = time.monotonic()
         for store in list(self.counts):
             # Another thread counts on in a new counter. A lock would stay locked if a time limit struck its owner.
@@ -104,17 +99,15 @@ class Counters:
 counters = Counters()
 
 
-_CLAIMED_AGAIN = Line(
-    logging.WARNING,
-    "task %(task_id)s (%(task)s) runs %(identity)s again (crash %(crashes)s, attempt %(attempts)s)",
-)
+_AGAIN = " again (crash {record.crashes}, attempt {record.attempts})"
+_CLAIMED_AGAIN = Line(logging.WARNING, signals.claimed.line.text + _AGAIN)
 
-#: The line of a FAILED that is not the end of a run: a person should read it.
-FAILED_WITHOUT_RUN = Line(logging.ERROR, "%(error)s")
+#: The line of a FAILED without a run: a person should read it.
+FAILED_WITHOUT_RUN = Line(logging.ERROR, "{event.error}")
 
 
 class Details(TypedDict, total=False):
-    """What a report may say beside the outcome and the call: see :class:`~celery_idempotent.signals.Event`."""
+    """Optional facts of a report: see :class:`~celery_idempotent.signals.Event`."""
 
     state: State | None
     error: BaseException | None
@@ -123,14 +116,14 @@ class Details(TypedDict, total=False):
     count: int
     observed: bool
     seconds: float | None
-    #: What the log says instead of the usual.
-    line: Line | None
+    #: Replaces the usual line of the outcome in the log.
+    line: Line
 
 
 class Reporter:
-    """Reports what becomes of the calls of one task, by its registered name.
+    """Reports the outcomes of one task's calls, by its registered name.
 
-    ``sender`` returns whom its signals come from: the task, or the view. ``store`` returns the store that counts where
+    ``sender`` returns the sender of its signals: the task, or the view. ``store`` returns the store that counts where
     a report does not name one.
     """
 
@@ -160,33 +153,34 @@ class Reporter:
                 store = self._store()
         if store is not None:
             counters.add(store, self.task, outcome.counter)
-            if outcome is signals.settled and details.get("state") is State.FAILED:
+            if outcome is signals.settled and details["state"] is State.FAILED:
                 counters.add(store, self.task, "failed")
             if has_writer and not counters.has_writer:
                 counters.start_writer()
-        line = details.pop("line", None)
-        if line is None:
-            line = outcome.observed if details.get("observed") else outcome.line
-            if outcome is signals.claimed and record is not None and record.crashes:
-                line = _CLAIMED_AGAIN
+        line = outcome.line
+        if "line" in details:
+            line = details.pop("line")
+        elif details.get("observed"):
+            line = outcome.observed
+        elif outcome is signals.claimed and record is not None and record.crashes:
+            line = _CLAIMED_AGAIN
         logged = logger.isEnabledFor(line.level)
         if not logged and not outcome.receivers:
             return
         details["who"] = details.get("who") or worker_name(os.getpid())
         event = Event(task=self.task, task_id=task_id, identity=identity, record=record, **details)  # type: ignore[misc]  # the line is taken out
         if logged:
+            why = f": {event.reason}" if event.reason else ""
+            text = "idempotency: " + line.text.format(event=event, record=record, why=why)
             fields = facts(outcome, event)
             extra = {f"idempotency_{name}": value for name, value in fields.items()}
-            logger.log(line.level, "idempotency: " + line.text, _words(event), extra=extra)  # noqa: G003  a constant
+            logger.log(line.level, "%s", printable(text), extra=extra)
         if outcome.receivers:
             outcome.send(sender=self._sender(), event=event)
 
 
 def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:
-    """Return what is known of an event, under the names that log records and traces use.
-
-    A handler that writes JSON has them as ``idempotency_key``, ``idempotency_task_id`` and so on.
-    """
+    """Return the known facts of an event, by their names in log records and traces."""
     found: dict[str, str | int | bool] = {"outcome": outcome.counter}
     found |= {"task": event.task, "task_id": event.task_id, "who": event.who}
     if (identity := event.identity) is not None:
@@ -202,22 +196,6 @@ def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:
         if record.task_id != event.task_id:
             found["first_task_id"] = record.task_id
     return found
-
-
-def _words(event: Event) -> dict[str, object]:
-    """Return what a line may say of an event: ``first``, ``owner`` and ``found`` are those of the record."""
-    words = {name: getattr(event, name) for name in ("task", "task_id", "who", "error", "count")}
-    words["identity"] = event.identity
-    words["state"] = event.state and event.state.value
-    words["why"] = f": {event.reason}" if event.reason else ""
-    if (record := event.record) is not None:
-        words |= {name: getattr(record, name) for name in ("owner", "token", "crashes", "attempts")}
-        words |= {"first": record.task_id, "found": record.state.value}
-        words["created"] = record.created_at.isoformat(timespec="milliseconds")
-        words["updated"] = record.updated_at.isoformat(timespec="milliseconds")
-    return {
-        name: printable(word) if isinstance(word, str) else word for name, word in words.items()
-    }
 
 
 def printable(text: str) -> str:

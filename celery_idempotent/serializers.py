@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from kombu import serialization
-from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, SerializerNotInstalled
+from kombu.exceptions import DecodeError, EncodeError, SerializerNotInstalled
 from kombu.utils import json
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
@@ -18,30 +18,25 @@ from celery_idempotent.records import Stored
 #: The content type of kombu's JSON.
 JSON: Final = "application/json"
 
-#: A value that an operator gives has at most so many bytes.
-LARGEST: Final = 16 * 1024 * 1024
-
 _dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
 _loads: Callable[..., object] = serialization.loads
 _registry = vars(serialization)["registry"]  # public in kombu, unknown to celery-types
 _types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
 
-#: Writes a value as kombu's ``dumps`` does, which makes a new encoder for each value: that takes longer than to write
-#: most of them.
+#: Writes a value as kombu's ``dumps`` does, which makes a new encoder for each value.
 encode_json: Callable[[object], str] = json.JSONEncoder().encode
 
 
 class NotStored(ValueError):
-    """A value that cannot be serialized, or is too large; its text says which, and never has the value itself."""
+    """A value cannot be serialized, or is too large; the text never has the value itself."""
 
 
 class Serializer:
-    """Writes in one format of kombu's registry and reads those that the app accepts (``accept_content``).
+    """Writes one format of kombu's registry and reads those that the app accepts (``accept_content``).
 
     Raises:
-        InvalidOption: if a format is not installed, or ``name`` is not one of those accepted: what it wrote could
-            never be read, which would show only when the first duplicate asks for a result.
+        InvalidOption: if its format is not installed or not accepted: no duplicate could read a result.
     """
 
     def __init__(self, name: str = "json", accept: Iterable[str] = ("json",)) -> None:
@@ -51,12 +46,8 @@ class Serializer:
             raise InvalidOption(
                 f"idempotency_serializer {name!r} is not installed: install its package, or choose another."
             )
-        try:
-            self._accepted = {each if "/" in each else _types[each] for each in self.accept}
-        except KeyError as unknown:
-            raise InvalidOption(
-                f"accept_content names {unknown}, which kombu does not know."
-            ) from None
+        self._is_plain_json = name == "json" and is_kombus_json()
+        self._accepted = {_types.get(each, each) for each in self.accept}
         if _types[name] not in self._accepted:
             raise InvalidOption(
                 f"idempotency_serializer {name!r} writes what this app does not accept (it accepts "
@@ -65,17 +56,17 @@ class Serializer:
             )
 
     def dump(self, value: object, *, max_bytes: int | None = None) -> Stored:
-        """Serialize a value of at most so many bytes, if it can be read back: most formats write what they cannot read.
+        """Serialize a value of at most ``max_bytes``, if it can be read back.
 
-        msgpack writes dicts with keys of int, YAML such with keys of tuple, pickle objects whose class asks for other
-        arguments.
+        Most formats write values that they cannot read: msgpack dicts with keys of int, pickle exceptions whose class
+        takes other arguments.
 
         Raises:
-            NotStored: whatever is wrong with the value.
+            NotStored: for any other value.
         """
         content_type, content_encoding = JSON, "utf-8"
         try:
-            if self.name == "json" and is_kombus_json():
+            if self._is_plain_json:
                 text: str | bytes = encode_json(value)
             else:
                 content_type, content_encoding, text = _dumps(value, serializer=self.name)
@@ -83,10 +74,10 @@ class Serializer:
             problem = ""
             if max_bytes is not None and len(body) > max_bytes:
                 problem = f"takes {len(body):,} bytes as {self.name}, and {max_bytes:,} are allowed"
-            # JSON reads all it writes but a dict that looks like kombu's envelope of a datetime and its like.
+            # JSON reads all it writes but a dict that looks like kombu's envelope of a datetime.
             elif content_type != JSON or b'"__type__"' in body:
                 _loads(body, content_type, content_encoding, accept=self._accepted)
-        except Exception:  # noqa: BLE001  kombu makes an EncodeError of any; unpickling runs code of any kind
+        except Exception:  # noqa: BLE001  unpickling runs any code
             problem = f"cannot be written as {self.name}, or not be read again"
         if problem:
             raise NotStored(f"a {type(value).__qualname__} {problem}")
@@ -110,7 +101,7 @@ class Serializer:
             return _loads(
                 stored.body, stored.content_type, stored.content_encoding, accept=self._accepted
             )
-        except (ContentDisallowed, SerializerNotInstalled):
+        except SerializerNotInstalled:
             problem = f"A stored value is {name!r}, whose package is not installed here."
             raise StoreMisconfigured(problem) from None
         except DecodeError as error:
@@ -125,12 +116,12 @@ def is_kombus_json() -> bool:
 
 
 def to_bytes(stored: Stored) -> bytes:
-    """Return a value and its format in one piece, as messages are stored."""
+    """Return a value and its format in one piece, for a message to be stored."""
     return f"{stored.content_type}\n{stored.content_encoding}\n".encode() + stored.body
 
 
 def from_bytes(content: bytes) -> Stored:
-    """Return what :func:`to_bytes` put together."""
+    """Return the value that :func:`to_bytes` packed."""
     content_type, content_encoding, body = content.split(b"\n", 2)
     return Stored(
         content_type=content_type.decode(), content_encoding=content_encoding.decode(), body=body
@@ -138,9 +129,9 @@ def from_bytes(content: bytes) -> Stored:
 
 
 def first_accepted(first: str, accept: Iterable[str]) -> str:
-    """Return this format, or else the first accepted one that is installed: an app may write msgpack for others alone.
+    """Return ``first``, or the first installed format that the app accepts: it may write msgpack for others alone.
 
-    If there is none, :class:`Serializer` says what is wrong with the first.
+    If there is none, :class:`Serializer` refuses ``first``.
     """
     names = [_names.get(each, each) for each in (first, *accept)]
     readable = (n for n in names if {n, _types.get(n)} & set(accept) and installed(n))
@@ -148,7 +139,7 @@ def first_accepted(first: str, accept: Iterable[str]) -> str:
 
 
 def installed(name: str) -> bool:
-    """Can a format, by the name that kombu has for it, be written here?"""
+    """Is there a package to write this format, by kombu's name?"""
     try:
         _dumps(None, serializer=name)
     except SerializerNotInstalled:

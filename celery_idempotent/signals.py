@@ -68,56 +68,59 @@ class OutcomeSignal(Signal):
         OUTCOMES[counter] = self
 
 
-_OBSERVED = (
-    "observed: task %(task_id)s (%(task)s) runs, and would have {} task %(owner)s, which claimed %(identity)s at "
-    "%(created)s and is %(found)s"
+_TASK = "task {event.task_id} ({event.task})"
+_CALL = "{event.task}[{event.task_id}]"
+_OBSERVED = f"observed: {_TASK} runs, and would have been"
+_HOLDER = (
+    "task {record.owner}, which claimed {event.identity} at {record.created_at:%Y-%m-%d %H:%M:%S} UTC and is "
+    "{record.state.value}"
 )
-_LOST = "%(identity)s was claimed anew while task %(task_id)s (token %(token)s) ran: its result "
+_LOST = "{event.identity} was claimed anew while task {event.task_id} (token {record.token}) ran: its result"
 
 # The table in docs/reference.md says when each is reported.
 
-reserved = OutcomeSignal("reserved", "%(identity)s is reserved for task %(task_id)s (%(task)s)")
-claimed = OutcomeSignal("claimed", "task %(task_id)s (%(task)s) runs %(identity)s")
+reserved = OutcomeSignal("reserved", "{event.identity} is reserved for " + _TASK)
+claimed = OutcomeSignal("claimed", _TASK + " runs {event.identity}")
 replayed = OutcomeSignal(
     "replayed",
-    "%(task)s[%(task_id)s] gets the stored result of %(identity)s: task %(first)s, %(found)s since %(updated)s",
+    _CALL
+    + " gets the stored result of {event.identity}: task {record.task_id}, {record.state.value} since "
+    "{record.updated_at:%Y-%m-%d %H:%M:%S} UTC",
     INFO,
-    _OBSERVED.format("been answered by"),
+    f"{_OBSERVED} answered by {_HOLDER}",
 )
 conflicted = OutcomeSignal(
     "conflicted",
-    "%(task)s[%(task_id)s] met %(identity)s, which %(owner)s holds",
-    observed=_OBSERVED.format("been in conflict with"),
+    _CALL + " met {event.identity}, which {record.owner} holds",
+    observed=f"{_OBSERVED} in conflict with {_HOLDER}",
 )
 mismatched = OutcomeSignal(
     "mismatched",
-    "%(task)s[%(task_id)s] is refused: task %(first)s called %(identity)s with other arguments",
+    _CALL + " is refused: task {record.task_id} called {event.identity} with other arguments",
     INFO,
-    _OBSERVED.format("been refused because of"),
+    f"{_OBSERVED} refused because of {_HOLDER}",
 )
-settled = OutcomeSignal("settled", "task %(task_id)s (%(task)s) settled %(identity)s: %(state)s")
-released = OutcomeSignal("released", "task %(task_id)s (%(task)s) released %(identity)s")
+settled = OutcomeSignal("settled", _TASK + " settled {event.identity}: {event.state.value}")
+released = OutcomeSignal("released", _TASK + " released {event.identity}")
 interrupted = OutcomeSignal(
     "interrupted",
-    "the lease of %(owner)s on %(identity)s ran out: the record is INTERRUPTED (crash %(crashes)s)",
+    "{event.identity} of {record.owner} is INTERRUPTED (crash {record.crashes}){why}",
     WARNING,
 )
 lease_lost = OutcomeSignal(
-    "lease_lost", f"{_LOST}is dropped", WARNING, f"{_LOST}would have been dropped"
+    "lease_lost", f"{_LOST} is dropped", WARNING, f"{_LOST} would have been dropped"
 )
 requeued = OutcomeSignal(
     "requeued",
-    "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
+    "{event.identity} did not run or did not end in time, and is queued again (crash {record.crashes})",
     WARNING,
 )
-forgotten = OutcomeSignal("forgotten", "%(who)s forgot %(identity)s%(why)s", WARNING)
-swept = OutcomeSignal("swept", "a sweep interrupted %(count)s")
+forgotten = OutcomeSignal("forgotten", "{event.who} forgot {event.identity}{why}", WARNING)
+swept = OutcomeSignal("swept", "a sweep interrupted {event.count}")
 settle_failed = OutcomeSignal(
     "settle_failed",
-    "task %(task_id)s of %(identity)s took effect, but its result could not be stored (%(error)s): after the lease a "
-    "duplicate runs again",
+    "task {event.task_id} of {event.identity} took effect, but its result could not be stored ({event.error}): after "
+    "the lease a duplicate runs again",
     CRITICAL,
 )
-store_failed = OutcomeSignal(
-    "store_failed", "store error in %(task)s[%(task_id)s]: %(error)s", WARNING
-)
+store_failed = OutcomeSignal("store_failed", f"store error in {_CALL}: {{event.error}}", WARNING)

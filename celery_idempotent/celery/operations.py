@@ -300,7 +300,7 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
     if not done:
         return Outcome.CHANGED
     past = "forgot" if signal is signals.forgotten else OPERATIONS[request.operation].done
-    line = Line(logging.WARNING, f"%(who)s {past} %(identity)s%(why)s")
+    line = Line(logging.WARNING, f"{{event.who}} {past} {{event.identity}}{{why}}")
     details: Details = {"who": request.who, "reason": request.reason, "line": line}
     if isinstance(done, Record) and signal is signals.requeued:
         # Published here also if a sweep was first: a second copy does no harm, none would take a minute.

@@ -68,7 +68,7 @@ outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", d
 #: callbacks their ids. Of any other, whose key is taken, the caller gets the ``AsyncResult`` of the first call.
 _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
 
-_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
+_UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) is taken for lost.
 RESERVED_MS = 60_000

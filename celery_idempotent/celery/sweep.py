@@ -45,7 +45,7 @@ SWEEP_LIMIT = 10_000
 REQUEUE_MS = 60_000
 
 _STALE = "the lease ran out"
-_NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
+_NOT_REQUEUED = Line(logging.ERROR, "{event.identity} could not be requeued: {event.error}")
 
 
 def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:

@@ -25,7 +25,7 @@ from celery_idempotent.celery import republish
 from celery_idempotent.celery.callbacks import OUTCOME, brings_callbacks
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.celery.sweep import report_record
-from celery_idempotent.events import Details, Line, counters, worker_name
+from celery_idempotent.events import counters, worker_name
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import Store, get_store
@@ -42,7 +42,6 @@ _LONGEST_POLL = 1.0
 #: For how many seconds a claim may arrive after its child is known to be gone.
 LATE = 5.0
 
-_INTERRUPTED = Line(logging.WARNING, "%(identity)s is interrupted (crash %(crashes)s)%(why)s")
 
 #: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
 _LARGEST_PID = 2**31 - 1
@@ -177,8 +176,7 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
         record = store.interrupt(identity, token=record.token)
         if record is not None:
             why = f"its process {pid} is gone"
-            details: Details = {"state": record.state, "reason": why, "line": _INTERRUPTED}
-            report_record(task.app, signals.interrupted, record, **details)
+            report_record(task.app, signals.interrupted, record, state=record.state, reason=why)
             counters.write()
     return True
 

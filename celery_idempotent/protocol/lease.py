@@ -36,13 +36,10 @@ logger = logging.getLogger(__name__)
 #: A renewal that could not reach the store is tried again after this many seconds at the latest.
 RETRY_AFTER = 1.0
 
-#: The thread looks around at least so often, in seconds: it also writes what the process counted.
+#: The thread wakes up after this many seconds at the latest: it also writes the counts of the process.
 TICK = 5.0
 
-#: The thread ends when it has had nothing to do for so many seconds.
-LINGER = 10.0
-
-#: A worker or a process that ends waits so long for the last counts to be written, in seconds.
+#: A worker or a process that ends waits this many seconds for its last counts to be written.
 EXIT_TIMEOUT = 2.0
 
 _NEVER = float("inf")
@@ -58,16 +55,14 @@ class Heartbeat:
         run       _due[run] = 20 s ──▶ reads _looks_at
         thread    _looks_at = 25 s ──▶ reads _due         one of the two sees the other
 
-    ``_looks_at`` is never while the thread is busy, or not there; else it is at most a third of the shortest lease
-    away, so that a run with such a lease need not wake it. The thread also writes what the process counted, and a
-    publisher has it for that alone. It ends when there was nothing to do for a while, and starts again with the next
-    claim. A forked child starts anew, without the parent's claims.
+    ``_looks_at`` is infinite while the thread is busy or not started. The thread also writes the counts of the process;
+    a publisher has it for that alone. A forked child starts anew, without the parent's claims.
 
-    The thread sleeps on a lock, its bell, and to wake it is to release that. It is not in ``threading.enumerate()``,
-    where test suites look for threads that a test left behind: it ends by itself. Where gevent or eventlet has patched
-    ``threading`` the thread is a greenlet, which renews while the runs let it: its bell must then be a lock of theirs,
-    or it would wait with the whole process. So the bell is made with the thread, however early this module was
-    imported; and under the other lock nothing is done that could switch greenlets.
+    The thread sleeps on a lock, its bell, and is woken by a release of it. It is not in ``threading.enumerate()``,
+    where test suites look for threads that a test left behind. Where gevent or eventlet has patched ``threading`` the
+    thread is a greenlet, which renews while the runs let it: its bell must then be a lock of theirs, or it would wait
+    with the whole process. So the bell is made with the thread, however early this module was imported; and nothing
+    that could switch greenlets is done under the other lock.
     """
 
     def __init__(self) -> None:
@@ -79,15 +74,12 @@ class Heartbeat:
         self._lock = _thread.allocate_lock()
         self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[Claim, float] = {}
-        self._looks_at = self._tick = _NEVER
+        self._looks_at = _NEVER
         self._started = self._writes_now = counters.has_writer = False
 
     def add(self, claim: Claim) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
-        interval = claim.policy.lease_ms / 3000
-        self._due[claim] = due = claim.renewed_at + interval
-        if interval < self._tick:
-            self._tick = interval
+        self._due[claim] = due = claim.renewed_at + claim.policy.lease_ms / 3000
         if due < self._looks_at:
             self.start()
             self._ring()
@@ -97,7 +89,7 @@ class Heartbeat:
         self._due.pop(claim, None)
 
     def start(self) -> None:
-        """Let the thread work, if only because something was counted."""
+        """Start the thread, if there is none."""
         with self._lock:
             if not self._started:
                 self._bell = _thread.allocate_lock()
@@ -105,7 +97,7 @@ class Heartbeat:
                 self._started = counters.has_writer = True
 
     def finish(self) -> None:
-        """Have the thread write what was counted, and wait for that a little: a process or a worker ends."""
+        """Have the thread write the last counts, and wait for that a little: a process or a worker ends."""
         if not self._started:
             return
         until = time.monotonic() + EXIT_TIMEOUT
@@ -119,36 +111,19 @@ class Heartbeat:
             self._bell.release()
 
     def _beat(self) -> None:
-        """Be the thread: renew what is due, write what was counted, sleep until the next lease is due; then end."""
-        idle_since = time.monotonic()
+        """Be the thread: renew what is due, write the counts, sleep until the next lease is due."""
         while True:
-            if self._due or not counters.empty:
-                idle_since = time.monotonic()
             self._renew_due()
             if self._writes_now:
                 counters.write()
                 self._writes_now = False
             else:
                 counters.beat()
-            if time.monotonic() - idle_since >= LINGER and self._ends():
-                return
-            self._looks_at = until = time.monotonic() + min(self._tick, TICK)
-            until = min([until, *self._due.copy().values()])
+            self._looks_at = until = time.monotonic() + TICK
+            self._looks_at = until = min([until, *self._due.copy().values()])
             if (left := until - time.monotonic()) > 0:
                 self._bell.acquire(timeout=left)
             self._looks_at = _NEVER
-
-    def _ends(self) -> bool:
-        """End the thread, unless there is something to do: the next claim or count then starts another."""
-        with self._lock:
-            # Before the last look at the counts. Another thread counts first and then reads has_writer: so either this
-            # one sees the count, or that one sees that it must start a heartbeat.
-            self._started = counters.has_writer = False
-            if counters.empty and not self._due:
-                self._tick = _NEVER
-                return True
-            self._started = counters.has_writer = True
-            return False
 
     def _renew_due(self) -> None:
         now = time.monotonic()
@@ -162,7 +137,7 @@ class Heartbeat:
             self._renew(store, claims)
 
     def _renew(self, store: Store, claims: list[Claim]) -> None:
-        """Renew ``claims``; whatever goes wrong, the thread lives on."""
+        """Renew ``claims``; the thread survives any error."""
         sent = time.monotonic()
         alive: Sequence[bool | None]
         try:

@@ -113,6 +113,7 @@ class Run(Claim):
     settling_since = 0.0
     #: How often a waiting duplicate has asked for the key.
     polls = 0
+    store: Store = None  # type: ignore[assignment]  # only until it is opened
 
     name: str
     reporter: Reporter
@@ -129,8 +130,9 @@ class Run(Claim):
         **details: Unpack[Details],
     ) -> None:
         """Report an outcome of this run."""
-        store: Store | None = getattr(self, "store", None)
-        self.reporter.report(outcome, self.identity, self.task_id, record, store=store, **details)
+        self.reporter.report(
+            outcome, self.identity, self.task_id, record, store=self.store, **details
+        )
 
     @property
     def running_s(self) -> float:

@@ -223,7 +223,7 @@ def page(name: str = "recipes") -> str:
 
 def shape(line: str) -> str:
     """Return the words of a log line, without ids, keys and times."""
-    line = re.sub(r"\d{4}-\d\d-\d\dT[\d:.+]+", "TIME", line)
+    line = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "TIME", line)
     line = re.sub(r"key \S+", "key KEY", line)
     return re.sub(r"task \S+", "task ID", line)
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,26 +70,17 @@ def store() -> Store:
 
 
 @pytest.fixture
-def heartbeat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
+def heartbeat() -> Iterator[Heartbeat]:
     """A heartbeat of the test's own; its thread ends with the test."""
     counters._forget()  # what the store of another test did not take, and a thread would live for
     before = known_threads()
     heartbeat = Heartbeat()
     yield heartbeat
     heartbeat._due.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(lease, "LINGER", 0.0)
-        heartbeat._ring()
-        # A thread that has said so is there for another moment, and would be counted by the next test.
-        wait_for(lambda: known_threads() <= before, what="the end of the thread")
-
-
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that lingers no longer than a moment."""
-    monkeypatch.setattr(lease, "LINGER", 0.1)
-    monkeypatch.setattr(lease, "TICK", 0.05)
-    monkeypatch.setattr("celery_idempotent.events.WRITE_EVERY", 0.01)
+    heartbeat._renew_due = sys.exit  # type: ignore[method-assign]  # ends the thread
+    heartbeat._ring()
+    # A thread that is about to end would be counted by the next test.
+    wait_for(lambda: known_threads() <= before, what="the end of the thread")
 
 
 @pytest.fixture
@@ -286,45 +276,6 @@ class TestHeartbeat:
         heartbeat.add(claim)
         wait_for(lambda: len(there.renewals) >= 3, what="its beats")
         assert not claim.lost
-
-    def test_it_ends_when_the_process_has_been_idle_for_a_while_and_starts_again(
-        self, heartbeat, store, threads, hasty
-    ):
-        for key in ("first", "second"):
-            claim = take(store, key)
-            heartbeat.add(claim)
-            wait_for(lambda: threads() == 1, what="the thread")
-            wait_for(lambda: len(store.times(key)) >= 2, what="beats", interval=0.005)  # noqa: B023
-            heartbeat.remove(claim)
-            wait_for(lambda: threads() == 0, what="the end of the thread")
-
-    def test_no_claim_is_without_a_thread_however_often_it_ends(
-        self, heartbeat, store, monkeypatch
-    ):
-        monkeypatch.setattr(lease, "LINGER", 0.0)
-
-        def run(n: int) -> None:
-            for at in range(20):
-                claim = take(store, f"{n}.{at}", lease_ms=60)
-                heartbeat.add(claim)
-                first = claim.renewed_at
-                wait_for(lambda: claim.renewed_at > first, 60, "a renewal", interval=0.001)  # noqa: B023
-                heartbeat.remove(claim)
-                if at % 3 == 0:
-                    heartbeat.finish()
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(run, range(4)))
-
-    def test_no_count_is_left_behind_however_often_it_ends(self, heartbeat, store, monkeypatch):
-        monkeypatch.setattr(lease, "LINGER", 0.0)
-        monkeypatch.setattr(lease, "TICK", 0.001)
-        monkeypatch.setattr("celery_idempotent.events.WRITE_EVERY", 0.0)
-        for _ in range(300):
-            counters.add(store, "t", "claimed")
-            heartbeat.start()
-            wait_for(lambda: counters.empty, 60, "the count to be written", interval=0)
-        assert sum(each.count for each in store.counts(hours=1)) == 300
 
     def test_it_is_not_among_the_threads_that_a_test_suite_looks_at(self, heartbeat, store):
         before = threading.enumerate()

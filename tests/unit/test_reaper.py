@@ -176,9 +176,8 @@ class TestSweep:
         }
         assert store.get(stale).state is State.INTERRUPTED
         assert store.get(alive).state is State.PROCESSING
-        assert (
-            "the lease of t@host:1 on work key stale ran out: the record is INTERRUPTED (crash 1)"
-            in (caplog.text)
+        assert "work key stale of t@host:1 is INTERRUPTED (crash 1): the lease ran out" in (
+            caplog.text
         )
 
     def test_a_key_that_was_claimed_and_released_meanwhile_is_not_failed(

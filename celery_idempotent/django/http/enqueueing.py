@@ -91,7 +91,7 @@ _UNSURE = (
 )
 
 _FORGOTTEN = Line(
-    logging.INFO, "%(identity)s failed, and is reserved anew by a request that tries it again"
+    logging.INFO, "{event.identity} failed, and is reserved anew by a request that tries it again"
 )
 
 #: Options of ``apply_async`` that ``enqueue()`` sets itself: its caller may not.
