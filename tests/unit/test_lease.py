@@ -16,7 +16,6 @@ import pytest
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.events import counters
-from celery_idempotent.protocol import lease
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.protocol.options import Policy

@@ -463,6 +463,13 @@ class TestStoreFailures:
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
 
+    def test_a_soft_limit_during_the_settle_does_not_end_it(
+        self, execute, store, memory, fake_time
+    ):
+        store.fail("settle", SoftTimeLimitExceeded)
+        assert execute(lambda: 1) == Ran(1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
     def test_an_exit_during_the_settle_leaves_the_key_to_its_lease(self, execute, store, memory):
         store.fail("settle", SystemExit)
         with pytest.raises(SystemExit):
