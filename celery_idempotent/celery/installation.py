@@ -5,12 +5,12 @@ Importing the library changes nothing; the first idempotent task of an app does.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery import signals as celery_signals
 
-from celery_idempotent.celery import callbacks, sweep
+from celery_idempotent.celery import callbacks, delivery, sweep
 from celery_idempotent.celery.definition import definitions
 from celery_idempotent.events import counters
 from celery_idempotent.protocol.lease import heartbeat
@@ -26,7 +26,6 @@ def make_store(sender: Any, **_: object) -> None:
 
     A worker of which no task could run ends: it would take messages, and get rid of them.
     """
-    from celery_idempotent.celery import delivery
     from celery_idempotent.celery.checks import check_or_raise
 
     delivery.pool_time_limits[real_app(sender.app)] = sender.time_limit
@@ -44,23 +43,6 @@ def check_setup(sender: Consumer, **_: object) -> None:
         check_in_thread(sender.app)
 
 
-def watch_children(sender: Any, before: Any = None, **_: object) -> None:
-    """Have the pool look after its children every second; ``before``: the timer that this replaces.
-
-    The pool itself looks when a child's pipe closes, which is before the child is dead, and then after five seconds:
-    late for a short lease.
-    """
-    hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
-    look = getattr(getattr(pool, "_pool", None), "maintain_pool", None)
-    if hub is None or look is None or not definitions(sender.app):
-        return
-    if before is not None:
-        before.cancel()
-    timer = hub.call_repeatedly(1.0, look)
-    # Celery calls it once: when the consumer is ready again after it lost its broker, and Celery < 5.7 its timers.
-    sender.init_callback = partial(watch_children, before=timer)
-
-
 def install_tasks(app: Celery) -> None:
     """Prepare ``app``, its workers and its beat for idempotent tasks, or raise what :func:`.sweep_interval` does."""
     _connect_receivers()
@@ -73,7 +55,6 @@ def _connect_receivers() -> None:
     for signal, receiver in (
         (celery_signals.worker_init, make_store),
         (celery_signals.worker_ready, check_setup),
-        (celery_signals.worker_ready, watch_children),
         # What a process of the pool counted, and what the main process did, whose thread writes it at its end.
         (celery_signals.worker_process_shutdown, lambda **_: counters.write()),
         (celery_signals.worker_shutdown, lambda **_: heartbeat.finish()),

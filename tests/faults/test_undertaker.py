@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,25 +142,6 @@ def test_it_finds_a_claim_that_was_still_on_its_way(
         lambda: f"the interrupt, is {stage.record('k', 'early')}",
     )
     stage.ran_once("k", stage.send("early", "k"), task="early")
-
-
-@pytest.mark.rabbitmq
-def test_a_child_that_is_killed_is_missed_within_a_second_or_two(
-    set_stage: Callable[..., Stage],
-):
-    """Left to itself the pool finds many of them by a timer, every five seconds: a short lease would end before."""
-    stage = set_stage()
-    worker = stage.worker()
-    for key in "abcdef":
-        result = stage.send("work", key, "hangs once")
-        child = stage.started(key)
-        killed = time.time()
-        worker.kill_child(child)
-        stage.succeeds(result)
-        (interrupted,) = stage.ledger.entries("signal interrupted", key)
-        assert interrupted.time - killed < 2.5
-        stage.says(worker, f"(work) runs work key {key} again (crash 1, attempt 2)")
-        assert stage.record(key).crashes == 1
 
 
 #: Starts a process as the first one of a container does: its pids are those of any other container.

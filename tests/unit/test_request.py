@@ -17,12 +17,10 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
-from celery.worker.consumer import Consumer
 from celery.worker.request import Request as CeleryRequest
-from kombu.asynchronous.hub import Hub
 
 from celery_idempotent import IdempotentTask, events
-from celery_idempotent.celery import installation, worker
+from celery_idempotent.celery import worker
 from celery_idempotent.celery.worker import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.events import worker_name
@@ -69,31 +67,6 @@ class TestGone:
 
 
 def run() -> None: ...
-
-
-class TestWatch:
-    @pytest.mark.parametrize("keeps_timers", [True, False], ids=["from 5.7 on", "before"])
-    def test_it_goes_on_when_the_broker_was_lost(self, keeps_timers):
-        looked: list[int] = []
-        pool = SimpleNamespace(maintain_pool=lambda: looked.append(len(looked)))
-        app = Celery("watched", broker="memory://", set_as_current=False)
-        app.task(base=IdempotentTask, name="watched", shared=False)(run)
-        consumer: Any = SimpleNamespace(
-            app=app,
-            hub=Hub(),
-            pool=SimpleNamespace(_pool=pool),
-            init_callback=lambda ready: installation.watch_children(sender=ready),
-        )
-        timer = consumer.hub.timer
-        for number in range(3):
-            if not keeps_timers:
-                timer.clear()
-            Consumer.on_ready(consumer)
-            (entry,) = [each.entry for each in timer.queue if not each.entry.canceled]
-            entry()
-            assert len(looked) == number + 1
-        consumer.hub.close()
-        app.close()
 
 
 class Reply:
