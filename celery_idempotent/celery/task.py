@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-#: On a ``__call__`` that was put before that of another base.
-_FIRST = "idempotency_first"
-
 
 class How(TypedDict, total=False):
     """What every operation takes: why, who does it, and whether a live owner loses the key."""
@@ -61,10 +57,24 @@ class IdempotentTask(DefinedTask):
     reject_on_worker_lost: bool | None = None
     Request = "celery_idempotent.celery.worker:Request"
 
-    #: The acknowledgement options that the task does not set itself.
-    _open: tuple[str, ...]
-
     # -- definition ----------------------------------------------------------------------------------------------------
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have the claim made before the ``__call__`` of any other base, whatever their order.
+
+        ::
+
+            class Contextual(Task):  __call__: with flask_app.app_context(): return self.run(…)
+
+            (IdempotentTask, Contextual)    claim ─ Contextual ─ run       as the classes say
+            (Contextual, IdempotentTask)    claim ─ Contextual ─ run       by this
+
+        A transaction that a base opens around the run thus ends before the record says COMPLETED.
+        """
+        super().__init_subclass__(**options)
+        owner = next(each for each in cls.__mro__ if "__call__" in vars(each))
+        if owner is cls or not issubclass(owner, IdempotentTask):
+            cls.__call__ = _claiming_first(vars(owner)["__call__"])  # type: ignore[method-assign]
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
@@ -74,13 +84,10 @@ class IdempotentTask(DefinedTask):
             InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
         """
         off = getattr(cls, "idempotency_mode", app.conf.get("idempotency_mode")) == "off"
-        if "_open" not in vars(cls):
-            acks = ("acks_late", "reject_on_worker_lost")
-            cls._open = tuple(name for name in acks if getattr(cls, name) is None)
-        for attribute in cls._open:
-            ours = not off and not is_explicit(app, f"task_{attribute}")
-            setattr(cls, attribute, True if ours else None)  # None: Celery's bind does
         if not off:
+            for option in ("acks_late", "reject_on_worker_lost"):
+                if getattr(cls, option) is None and not is_explicit(app, f"task_{option}"):
+                    setattr(cls, option, True)
             # Expected: Celery logs them at INFO, without a traceback.
             known = dict.fromkeys([*maybe_list(cls.throws), FingerprintMismatch, InProgress])
             cls.throws = tuple(known)
@@ -88,7 +95,6 @@ class IdempotentTask(DefinedTask):
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
             installation.install_tasks(app)
-            _put_claim_first(cls)
             definition = define(cls, IdempotentTask, app)
             cls._active = None if off else definition
             cls._definition = definition
@@ -210,7 +216,7 @@ class IdempotentTask(DefinedTask):
         try:
             return super().replace(sig)
         except Ignore:
-            run.replaced = run.phase is not Phase.RELEASED and not self.request.is_eager
+            run.replaced = run.phase is not Phase.RELEASED
             raise
 
     def on_replace(self, sig: Sig) -> Any:
@@ -226,18 +232,6 @@ class IdempotentTask(DefinedTask):
                 "celery_idempotent.django.IdempotentTask as its base."
             )
         return super().on_replace(sig)
-
-    def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Retry, as Celery does; the key is released before the retry is published."""
-        outcome = super().retry(*args, **kwargs)
-        # Only throw=False comes here. An eager retry is not published but run when this run is over.
-        run = run_in_progress()
-        if run is not None and self.request.is_eager and run.phase is not Phase.RELEASED:
-            if run.transaction is not None:
-                run.after_rollback = lambda: release(run)
-            else:
-                release(run)
-        return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------
 
@@ -320,21 +314,8 @@ def _has_identity(sig: AnySignature, definition: Definition, identity: Identity)
     return identified.identity == identity
 
 
-def _put_claim_first(task: type[IdempotentTask]) -> None:
-    """Have the claim made before the ``__call__`` of any other base, whatever their order.
-
-    ::
-
-        class Contextual(Task):  __call__: with flask_app.app_context(): return self.run(…)
-
-        (IdempotentTask, Contextual)    claim ─ Contextual ─ run       as the classes say
-        (Contextual, IdempotentTask)    claim ─ Contextual ─ run       by this
-
-    A transaction that a base opens around the run thus ends before the record says COMPLETED.
-    """
-    found: Any = inspect.getattr_static(task, "__call__")
-    if found is vars(IdempotentTask)["__call__"] or hasattr(found, _FIRST):
-        return
+def _claiming_first(found: Any) -> Any:
+    """Return a ``__call__`` that claims the key before it calls ``found``, the ``__call__`` of a base before ours."""
 
     def __call__(self: IdempotentTask, *args: object, **kwargs: object) -> Any:  # noqa: N807
         call_next, request = found.__get__(self, type(self)), self.request
@@ -343,5 +324,4 @@ def _put_claim_first(task: type[IdempotentTask]) -> None:
             return call_next(*args, **kwargs)
         return deliver(self, definition, request, call_next, args, kwargs)
 
-    setattr(__call__, _FIRST, True)
-    setattr(task, "__call__", __call__)  # noqa: B010  of a class, which mypy takes for a slip
+    return __call__
