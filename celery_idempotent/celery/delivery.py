@@ -21,9 +21,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -43,7 +44,7 @@ from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
 from celery_idempotent.protocol.run import Run, execute
-from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State, Stored
+from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -95,10 +96,8 @@ class Delivery(Run):
         self.reporter = definition.reporter
         self.worker = _worker[0] if _worker else _first_delivery()
         self.task_id = str(request.id or _id_of_direct_call(task, request))
-        identified, info = _read(self, args, kwargs)
+        identified = self._identify(args, kwargs)
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
-        if stamp.KEEP_FAILURE in info:
-            self.keeps_failure = True
         self.has_callbacks = callbacks.brings_callbacks(request)
         self.is_broadcast = identified.identity.by_task_id and republish.is_broadcast(request)
         if self.policy.atomic:
@@ -108,6 +107,42 @@ class Delivery(Run):
         elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
             # Where a task is only observed, its second message would be a second run.
             self.message = self._as_message()
+
+    def _identify(self, args: Args, kwargs: Kwargs) -> Identified:
+        """Return what this delivery is about; almost all messages are answered without a look at the arguments.
+
+        Raises:
+            InvalidKey: if its stamp is malformed, or its key cannot be used.
+        """
+        definition, request, task_id = self.definition, self.request, self.task_id
+        headers = request.headers or {}
+        is_plain = headers.__class__ is dict and stamp.RAW.keys().isdisjoint(headers)
+        if is_plain and not request.stamps and definition.policy.mode == "enforce":
+            own: Any = headers.get(stamp.STAMP_HEADER)
+            is_keyed = definition.keyed or definition.scoped
+            if own is None and not (is_keyed or request.is_eager or request.replaced_task_nesting):
+                return definition.identifier.by_task_id(task_id)
+            is_ours = isinstance(own, dict) and own.get("id") == task_id and "key" in own
+            if is_ours and _OF_THIS_MESSAGE.isdisjoint(own):
+                return Identified.from_header(own, definition.identifier.namespace)  # type: ignore[return-value]  # it has a key
+        headers = as_mapping(headers)
+        identified = identify_delivery(
+            definition,
+            # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
+            {**as_mapping(request.stamps), **headers},
+            args,
+            kwargs,
+            task_id=task_id,
+            nesting=request.replaced_task_nesting or 0,
+            eager=bool(request.is_eager),
+        )
+        info = stamp.read_stamp(headers, task_id)
+        self.keeps_failure = stamp.KEEP_FAILURE in info
+        if not _OF_THIS_MESSAGE.isdisjoint(info) or (definition.keyed and not info):
+            # From here on they are this message's alone: the body may hand its headers to other calls. And should it be
+            # published again, its key does not depend on what the body made of the arguments.
+            request.headers = stamp.with_stamp(headers, task_id, identified)
+        return identified
 
     def _as_message(self) -> bytes | None:
         """Return this message as a sweep would publish it again."""
@@ -127,7 +162,7 @@ class Delivery(Run):
     def write_end(self, end: SettleRequest) -> bool:
         """Write the end state; and the task's result with it, where that can be."""
         result = None
-        if self.definition.fuses and not self.has_callbacks and end.state is State.COMPLETED:
+        if self.definition.fuses and end.state is State.COMPLETED:
             result = fused.write_of(self.task, self.request, self.store, end.value)
         if result is None:
             return self.store.settle(end)
@@ -160,13 +195,8 @@ class Delivery(Run):
             return 0
         return int(republish.unacknowledged_s(self.task) * 1000) if self.task.acks_late else None
 
-    def conflict(self, record: Record, left_ms: int) -> NoReturn:
-        """Another run holds the key: republish this copy, drop or fail it."""
-        republish.conflict(self, record, left_ms)
-
-    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
-        """The store did not answer: republish this copy."""
-        republish.after_store_failure(self, error, begun=begun)
+    conflict = republish.conflict
+    store_failed = republish.after_store_failure
 
     def replay(self, record: Record, age_ms: int) -> object:
         """Answer from the record: return its value or raise its exception.
@@ -183,41 +213,34 @@ class Delivery(Run):
             raise error
         if record.replaced and own:
             raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
-        if record.value is not None and not record.replaced:
+        if record.value is not None:
             value = self.codec.load_value(record.value)
-        elif own and not record.replaced and self._is_unused():
+        elif own and not self.has_callbacks and self._keeps_no_result():
             return None
         else:
             value = self._from_backend(record, age_ms)
         self._expect_replayed(record, age_ms)
-        if self.definition.fuses and not self.has_callbacks:
-            self._store_replayed(record.value)
+        if self.definition.fuses:
+            with suppress(Exception):  # else Celery's tracer stores it, in two trips
+                result = fused.write_of(self.task, request, self.store, record.value)
+                if result is not None and self.store.write_result(result):
+                    request.ignore_result = True
         return value
 
-    def _store_replayed(self, value: Stored | None) -> None:
-        """Store the value of a duplicate in one trip, where that can be; else Celery's tracer stores it, in two."""
-        try:
-            result = fused.write_of(self.task, self.request, self.store, value)
-            if result is not None and self.store.write_result(result):
-                self.request.ignore_result = True
-        except Exception:  # noqa: BLE001, S110  it is stored otherwise
-            pass
-
-    def _is_unused(self) -> bool:
-        """Is the result of this message neither stored nor handed on?"""
-        unstored = self.request.ignore_result or isinstance(self.task.backend, DisabledBackend)
-        return bool(unstored) and not self.has_callbacks
+    def _keeps_no_result(self) -> bool:
+        """Is the result of this message stored nowhere?"""
+        return self.request.ignore_result or isinstance(self.task.backend, DisabledBackend)
 
     def _expect_replayed(self, record: Record, age_ms: int) -> None:
         """Have the record marked when Celery has sent the callbacks of this message."""
-        request, own = self.request, record.task_id == self.request.id
-        if not callbacks.brings_callbacks(request) or (own and record.delivered):
+        request = self.request
+        if not callbacks.brings_callbacks(request):
             return
         is_part = request.chord and not request.is_eager
         if is_part and callbacks.chord_is_claimed(self.task, request):
             republish.after_chord_claim(self)
         # A duplicate under another task id did not settle the record.
-        token = record.token if own else None
+        token = record.token if record.task_id == request.id else None
         callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
 
     def _from_backend(self, record: Record, age_ms: int) -> object:
@@ -258,10 +281,10 @@ def deliver(
     callbacks.settled_run.set(None)
     if call_next is None:
         call_next = next_after_ours(run)
+    body: Callable[[], object] = partial(call_next, *args, **kwargs)
     if definition.policy.atomic:
-        body = repeatable(call_next, args, kwargs, eager=bool(request.is_eager))
-    else:
-        body = partial(call_next, *args, **kwargs)
+        # It may run again, and its message be published again: with the arguments as they were.
+        body = partial(_call_with_copies, call_next, args, kwargs)
     while True:
         try:
             return execute(run, body)
@@ -306,50 +329,6 @@ def _first_delivery() -> str:
     return _worker[0]
 
 
-def _read(run: Delivery, args: Args, kwargs: Kwargs) -> tuple[Identified, Mapping[str, object]]:
-    """Return what a delivery is about, and what else its stamp has.
-
-    Raises:
-        InvalidKey: if its stamp is malformed, or its key cannot be used.
-    """
-    definition, request = run.definition, run.request
-    headers = {} if request.headers is None else request.headers
-    is_plain = headers.__class__ is dict and stamp.RAW.keys().isdisjoint(headers)
-    if is_plain and not request.stamps and definition.policy.mode == "enforce":
-        own = headers.get(stamp.STAMP_HEADER)
-        if own is None:
-            by_rule = definition.keyed or definition.scoped
-            if not by_rule and not request.is_eager and not request.replaced_task_nesting:
-                return definition.identifier.by_task_id(run.task_id), {}
-        elif (
-            own.__class__ is dict
-            and own.get("id") == run.task_id
-            and "key" in own
-            and _OF_THIS_MESSAGE.isdisjoint(own)
-        ):
-            identified = Identified.from_header(own, definition.identifier.namespace)
-            if identified is not None:
-                return identified, own
-    headers = as_mapping(headers)
-    info = stamp.read_stamp(headers, run.task_id)
-    identified = identify_delivery(
-        definition,
-        # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
-        {**as_mapping(request.stamps), **headers} if request.stamps else headers,
-        args,
-        kwargs,
-        task_id=run.task_id,
-        nesting=request.replaced_task_nesting or 0,
-        info=None if request.stamps else info,
-        eager=bool(request.is_eager),
-    )
-    if not _OF_THIS_MESSAGE.isdisjoint(info) or (definition.keyed and not info):
-        # From here on they are this message's alone: the body may hand its headers to other calls. And should it be
-        # published again, its key does not depend on what the body made of the arguments.
-        request.headers = stamp.with_stamp(headers, run.task_id, identified)
-    return identified, info
-
-
 def identify_delivery(
     definition: Definition,
     headers: Mapping[str, object],
@@ -358,32 +337,27 @@ def identify_delivery(
     *,
     task_id: str,
     nesting: int = 0,
-    info: Mapping[str, object] | None = None,
     eager: bool = False,
 ) -> Identified:
     """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
 
-    ``info`` is what the headers say, where they are read already. An ``eager`` call without a key gets a key of its
-    own: Celery gives all steps of an eager chain one task id.
+    An ``eager`` call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
 
     Raises:
         InvalidKey: if the stamp is malformed, or the key cannot be used.
     """
-    if info is None:
-        info = stamp.read_stamp(headers, task_id)
-    own_id = uuid() if eager else stamp.message_id(info, task_id)
-    header = stamp.stamp_of(headers, task_id)
-    if header is not None:
-        try:
-            stamped = Identified.from_header(header, definition.identifier.namespace)
-        except InvalidKey as error:
-            return definition.observed(error, task_id)
-        if stamped is not None:
-            return stamped
+    try:
+        header = stamp.stamp_of(headers, task_id)
+        stamped = Identified.from_header(header, definition.identifier.namespace)
+    except InvalidKey as error:
+        return definition.observed(error, task_id)
+    if stamped is not None:
+        return stamped
+    info = stamp.read_stamp(headers, task_id)
     return definition.identify(
         args,
         kwargs,
-        task_id=own_id,
+        task_id=uuid() if eager else stamp.message_id(info, task_id),
         nesting=nesting,
         key=info.get(stamp.RAW_KEY),
         scope=info.get(stamp.RAW_SCOPE),
@@ -398,31 +372,16 @@ def _id_of_direct_call(task: DefinedTask, request: Any) -> str:
     return made
 
 
-def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Return the arguments of a call as they are now, ``None`` if one of them cannot be copied."""
+def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return copies of the arguments of a call; themselves, if one of them cannot be copied."""
     try:
         return deepcopy((args, kwargs))
     except SoftTimeLimitExceeded:
         raise
     except Exception:  # noqa: BLE001  an object of any kind
-        return None
+        return args, kwargs
 
 
-def repeatable(
-    call_next: Callable[..., object], args: Args, kwargs: Kwargs, *, eager: bool
-) -> Callable[[], object]:
-    """Return a body that may be called again: with the arguments as they were, whatever an earlier call did to them.
-
-    Those of a message stay what they are, because it may be published again. Those of an eager call are the caller's
-    own, and the first call gets them. Only of these there may be no copy.
-    """
-    kept = copied(args, kwargs)
-    if kept is None:
-        return partial(call_next, *args, **kwargs)
-    given = [(args, kwargs)] if eager else []
-
-    def body() -> object:
-        args, kwargs = given.pop() if given else deepcopy(kept)
-        return call_next(*args, **kwargs)
-
-    return body
+def _call_with_copies(call_next: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
+    args, kwargs = copied(args, kwargs)
+    return call_next(*args, **kwargs)

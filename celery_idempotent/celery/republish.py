@@ -120,7 +120,7 @@ def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
     raise Ignore(str(error))
 
 
-def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool) -> NoReturn:
+def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool = False) -> NoReturn:
     """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
     if run.request.is_eager:
         raise error

@@ -140,7 +140,7 @@ def enqueue(
     task, kwargs = cast("IdempotentTask", task), kwargs or {}
     in_transaction = transaction.get_connection(using).in_atomic_block
     if in_transaction:  # the view may change them before the COMMIT
-        args, kwargs = copied(args, kwargs) or (args, kwargs)
+        args, kwargs = copied(args, kwargs)
     definition = task.idempotency_definition()
     mode, about, given = "off", Options(), Options(publish_options)
     try:
