@@ -771,6 +771,8 @@ def test_a_scope_comes_from_the_arguments(rule: Any, scope: str):
 
 @pytest.mark.parametrize("scope", ["", False, 1.5])
 def test_a_bad_scope_is_refused(scope: Any):
+    with pytest.raises(InvalidOption, match="idempotency_scope"):
+        identifier(scope=ALL_ARGUMENTS)
     with pytest.raises(InvalidKey, match=f"scope of task {TASK}"):
         identify(charge, (scope, 5), scope="order_id")
 

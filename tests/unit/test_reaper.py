@@ -13,7 +13,7 @@ from celery.signals import task_prerun
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.records import Identity, State
+from celery_idempotent.records import Identity, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
@@ -218,6 +218,14 @@ class TestSweep:
         with pytest.raises(ProcessingTimedOut):
             task.apply(idempotency_key="a", throw=True)
         assert store.get(held).state is State.FAILED
+
+    def test_the_owner_of_a_key_that_a_sweep_failed_completes_it_all_the_same(self, store, clock):
+        record = store.get(self.hold(store, "late", on_stale="fail"))
+        clock.advance(1000)
+        assert sweep(make_app(store))["failed"] == 1
+        end = SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=100_000)
+        assert store.settle(end)
+        assert store.get(record.identity).state is State.COMPLETED
 
     def test_is_bounded_and_says_that_there_is_more(self, store, clock):
         for n in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -494,5 +495,46 @@ class TestCodecFaults:
 
         dump_error = dump_value
 
+    @pytest.mark.parametrize(
+        ("body", "state"), [(lambda: 42, State.COMPLETED), (raising(ValueError()), State.FAILED)]
+    )
+    def test_a_codec_that_always_fails_does_not_keep_the_record_from_its_end(
+        self, execute, memory, fake_time, body, state
+    ):
+        with nullcontext() if state is State.COMPLETED else pytest.raises(ValueError):
+            assert execute(body, codec=self.Broken(), permanent_errors=(ValueError,)) == Ran(42)
+        record = memory.get(IDENTITY)
+        assert (record.state, record.value) == (state, None)
+        assert fake_time.now - fake_time.START < 5, "the worker was blocked for a lease"
 
-# An outcome that somebody asks for ------------------------------------------------------------------------------------
+
+class TestAFailureThatSomebodyAsksFor:
+    ASKED = a_call(keep_failure=True, control=(Retry,))
+
+    def test_is_kept(self, execute, memory):
+        with pytest.raises(ValueError, match="no"):
+            execute(raising(ValueError("no")), call=self.ASKED)
+        record = memory.get(IDENTITY)
+        assert (record.state, text_of(record)) == (State.FAILED, b"ValueError('no')")
+        assert isinstance(execute(never, call=self.ASKED), Replay)
+
+    def test_is_none_if_it_says_that_it_runs_again_although_all_errors_are_permanent(
+        self, execute, memory
+    ):
+        with pytest.raises(Retry):
+            execute(raising(Retry()), call=self.ASKED, permanent_errors=(Exception,))
+        assert memory.get(IDENTITY) is None
+
+    @pytest.mark.parametrize("error", [ValueError(), Retry(), SystemExit()])
+    def test_keeps_a_step_that_was_done_and_is_no_end_then(self, execute, memory, error):
+        charged: list[int] = []
+
+        def body() -> None:
+            current_claim().step("charge", lambda: charged.append(1))
+            raise error
+
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                execute(body, call=self.ASKED)
+            assert memory.get(IDENTITY).state is State.INTERRUPTED
+        assert charged == [1]

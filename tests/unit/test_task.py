@@ -584,6 +584,25 @@ class TestStoreFailures:
         assert record(store, "o-1").state is State.FAILED
         assert runs == []
 
+    def test_an_open_task_runs_without_protection_until_the_store_is_back(
+        self, app, store, published, runs, caplog, monkeypatch
+    ):
+        @ours(app, bind=True, idempotency_key="key", idempotency_on_store_error="open")
+        def task(self: Any, key: str, retries: int = 0) -> None:
+            runs.append(self.idempotency.step("pay", lambda: self.request.retries))
+            if self.request.retries < retries:
+                raise self.retry(countdown=0)
+
+        with monkeypatch.context() as patch:
+            self.break_store(patch)
+            deliver(app, send(published, task, "k", 1))
+            deliver(app, published[-1])
+        assert runs == [0, 1]
+        assert caplog.text.count("runs without protection") == 2
+        for _ in range(2):
+            deliver(app, send(published, task, "k"))
+        assert runs == [0, 1, 0]
+
     def test_eager_calls_raise_it(self, charge, runs, monkeypatch):
         self.break_store(monkeypatch)
         with pytest.raises(StoreUnavailable):
@@ -730,8 +749,16 @@ class TestRetries:
     def test_a_retry_keeps_key_and_fingerprint_whatever_its_arguments(
         self, app, store, published, flaky, runs
     ):
+        free: list[bool] = []
+
+        def note(**_: Any) -> None:
+            free.append(record(store, "k", "flaky") is None)
+
         message = send(published, flaky, "k", headers={"x": 1})
+        before_task_publish.connect(note, weak=False)
         deliver(app, message)
+        before_task_publish.disconnect(note)
+        assert free == [True], "or the retry could meet the claim of this run"
         (again,) = published[1:]
         assert again.stamp == message.stamp
         assert again.headers["x"] == 1
@@ -740,28 +767,33 @@ class TestRetries:
         assert runs == [(0, ""), (1, "yes")]
         assert record(store, "k", "flaky").state is State.COMPLETED
 
+    @pytest.mark.parametrize("stamps", [{}, {"idempotency_key": "k"}], ids=["", "Celery's stamps"])
     def test_a_retry_with_other_arguments_keeps_key_and_fingerprint_of_a_message_without_a_stamp(
-        self, app, store, published, runs
+        self, app, store, published, runs, stamps
     ):
         """It came from a program that knows nothing of keys."""
 
-        @ours(app, bind=True, idempotency_key="key")
+        @ours(app, bind=True, idempotency_key=None if stamps else "key")
         def task(self: Any, key: str, amount: int) -> str:
             runs.append((key, amount))
             if not self.request.retries:
                 raise self.retry(countdown=0, args=["other", 2], kwargs={})
             return "done"
 
-        as_first = send(published, task, "k", 1).stamp
-        message = send(published, task, "k", 1)
+        signature = task.s("k", 1)
+        signature.stamp(**stamps)
+        signature.apply_async()
+        message = published[-1]
         del message.headers["idempotency"]
         deliver(app, message)
         again = published[-1]
         assert (tuple(again.args), again.retries) == (("other", 2), 1)
-        assert again.stamp == {**as_first, "id": message.id}
         deliver(app, again)
         assert runs == [("k", 1), ("other", 2)]
-        assert record(store, "k", "t").state is State.COMPLETED
+        found = record(store, "k", "t")
+        assert found.state is State.COMPLETED
+        first = task._definition.identify(("k", 1), {}, task_id=message.id, key="k")
+        assert found.fingerprint == first.fingerprint
         assert record(store, "other", "t") is None
 
     def test_what_is_sent_again_by_hand_with_its_headers_keeps_key_and_fingerprint(
@@ -859,6 +891,13 @@ class TestFunctionCalls:
         assert charge("o-1") == charge("o-1") == "receipt o-1"
         assert runs == ["o-1", "o-1"]
         assert record(store, "o-1") is None
+
+    def test_items_of_a_redelivered_map_run_again(self, app, charge, published, runs):
+        """As with Celery: the message is that of Celery's own task, and its items are plain calls."""
+        charge.map(["o-1"]).apply_async()
+        for _ in range(2):
+            deliver(app, published[0], redelivered=True)
+        assert runs == ["o-1", "o-1"]
 
     def test_each_direct_call_has_provider_keys_of_its_own(self, app):
         @ours(app, bind=True)

@@ -16,11 +16,20 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from celery import Celery, Task
-from celery.signals import worker_init, worker_ready
+from celery.signals import (
+    before_task_publish,
+    task_postrun,
+    task_received,
+    task_revoked,
+    worker_init,
+    worker_ready,
+)
 
 from celery_idempotent import IdempotentTask, signals
+from celery_idempotent.celery import publishing
 from celery_idempotent.protocol.lease import heartbeat
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
@@ -59,8 +68,13 @@ def _define(app: Celery) -> None:
     idempotent(name="killing", idempotency_key="key")(killing)
 
     idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
-    idempotent(name="loose", idempotency_fingerprint=None)(work)
-    idempotent(name="handing_on")(handing_on)
+    once: dict[str, Any] = {"idempotency_key": "key", "idempotency_publish_once": True}
+    idempotent(name="once", **once)(work)
+    idempotent(name="once_retrying", max_retries=None, **once)(retrying)
+
+    lost: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_stale": "requeue"}
+    idempotent(name="requeued", acks_late=False, **lost)(work)
+    idempotent(name="requeued_retrying", acks_late=False, **lost)(retrying_soon_lost)
 
     idempotent(name="stepping", idempotency_key="key")(stepping)
     idempotent(name="ensuring", idempotency_key="key")(ensuring)
@@ -69,6 +83,7 @@ def _define(app: Celery) -> None:
     idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
     idempotent(name="appending")(appending)
     app.task(name="threads", base=Task, shared=False)(threads)
+    app.task(name="echo", base=Task, shared=False)(echo)
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------
@@ -130,10 +145,10 @@ def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> d
     return _answer(self)
 
 
-def handing_on(self: Any, *children: str) -> None:
-    """Call children with the headers that this task was called with."""
-    for child in children:
-        self.app.tasks["loose"].apply_async((child,), headers=self.request.headers)
+def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
+    """Ask for a retry that counts as lost a second after it is due, not a minute."""
+    with mock.patch.object(publishing, "RESERVED_MS", 1000):
+        return retrying(self, key, 1, 1.0, 1)
 
 
 def replacing(self: Any, key: str, text: str, gate: str = "") -> Any:
@@ -147,6 +162,11 @@ def appending(self: Any, text: str, key: str = "", gate: str = "") -> str:
     Ledger.from_env().append("appended", key or text, self.request.id)
     wait_at(gate)
     return f"{text}!"
+
+
+def echo(value: Any) -> Any:
+    """Return what was given."""
+    return value
 
 
 def threads() -> dict[str, Any]:
@@ -175,6 +195,31 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
     Ledger.from_env().append(outcome, key, event.task_id)
 
 
+def _die(headers: Any, body: Any, **_: Any) -> None:
+    """Take this process down when it publishes the first retry of a key."""
+    if headers["task"] == "requeued_retrying" and headers["retries"]:
+        ledger, key = Ledger.from_env(), body[0][0]
+        if not ledger.count("crash", key):
+            ledger.append("crash", key)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _note_messages() -> None:
+    """Note each message that arrives, with what it is sent by, and that it is done with."""
+
+    def received(request: Any, **_: Any) -> None:
+        about = request._message.properties
+        how = f"{about.get('delivery_mode')} {about.get('priority')} {request.content_type}"
+        Ledger.from_env().append("received", how, request.id)
+
+    def done(request: Any = None, task_id: str = "", **_: Any) -> None:
+        Ledger.from_env().append("done", "", task_id or request.id)
+
+    task_received.connect(received, weak=False)
+    task_postrun.connect(done, weak=False)
+    task_revoked.connect(done, weak=False)
+
+
 def _claim_before_fork(**_: Any) -> None:
     """Let the main process have a claim, a heartbeat and a connection, and a lock that is held while it forks."""
     assert app is not None
@@ -197,6 +242,8 @@ if _wanted := wanted():
     app = make_app(_wanted["settings"], prefix=_wanted["prefix"])
     if LEDGER_VARIABLE in os.environ:
         worker_ready.connect(hurry, weak=False)
+        before_task_publish.connect(_die, weak=False)
+        _note_messages()
         for _outcome in _OUTCOMES:
             getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
     if _wanted.get("claim_before_fork"):

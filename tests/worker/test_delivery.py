@@ -121,12 +121,6 @@ class TestAMessageOfAnOldPublisher:
         with pytest.raises(FingerprintMismatch):
             mismatched[0].get(timeout=20)
 
-    def test_and_a_task_that_hands_its_headers_on_hands_on_no_key(self, shared, key):
-        children = [f"{key}/{n}" for n in range(2)]
-        shared.app.send_task("handing_on", children, headers={"idempotency_key": key})
-        for child in children:
-            wait_for(lambda child=child: shared.ledger.count("end", child), 20, f"{child} to run")
-
     @pytest.mark.parametrize("protocol", [1, 2])
     def test_may_be_written_by_hand_in_any_protocol(self, shared, key, protocol):
         task_id = str(uuid.uuid4())

@@ -76,12 +76,15 @@ def let_go(cut: Cut, name: str, task_id: str, token: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["guarded", "early"])
-def test_a_message_keeps_the_serializer_that_it_was_published_with(cut, key, name):
+def test_a_message_keeps_what_it_was_published_with(cut, key, name):
     """A set is nothing that JSON, the serializer of its task, could write."""
     task_id = str(uuid.uuid4())
     token = hold(cut, name, task_id)
-    cut.publish(name, key, 0.0, set(), task_id=task_id, serializer="pickle")
+    options = {"serializer": "pickle", "delivery_mode": 1, "priority": 3}
+    cut.publish(name, key, 0.0, set(), task_id=task_id, **options)
     wait_for(lambda: cut.conflicts(task_id) >= 2, 30, "it to come round twice")
+    received = cut.ledger.entries("received", task_id=task_id)
+    assert {each.key for each in received} == {"1 3 application/x-python-serialize"}
     let_go(cut, name, task_id, token)
     wait_for(lambda: cut.ledger.count("end", key), 30, "it to run")
     assert f"[{task_id}] cannot be published" not in cut.only.log

@@ -1,0 +1,161 @@
+"""``idempotency_publish_once``: the first publish wins, and nothing that goes wrong keeps the next one from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import chain, chord, group
+
+from celery_idempotent.celery import publishing
+from celery_idempotent.records import State
+from tests.support.apps import environment
+from tests.support.sites import RABBITMQ_TOO, REDIS
+from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+
+@pytest.fixture(params=[REDIS, RABBITMQ_TOO])
+def unattended(request, open_site):
+    """A site whose queue nobody reads."""
+    site = open_site(request.param)
+    with site.app.connection_for_write() as connection:
+        site.app.amqp.queues[site.queue].bind(connection.default_channel).declare()
+    return site
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Reservations that count as lost after a second."""
+    monkeypatch.setattr(publishing, "RESERVED_MS", 1000)
+    return 1.0
+
+
+def test_every_publish_returns_the_first_result_and_one_message_is_published(unattended, key):
+    once = unattended.app.tasks["once"]
+    first, *again = [once.delay(key), once.s(key).apply_async()]
+    with ThreadPoolExecutor(8) as pool:
+        again += pool.map(lambda _: once.delay(key), range(16))
+    assert {each.id for each in again} == {first.id}
+    assert type(again[0]) is type(first)
+    wait_for(lambda: unattended.length() == 1, what="one message")
+    assert unattended.record("once", key).state is State.QUEUED
+
+
+def test_a_running_and_a_completed_key_are_not_published(shared, key, gate):
+    first = shared.publish("once", key, 0.0, gate.path)
+    wait_for(lambda: shared.ledger.count("start", key), what="the run")
+    assert shared.publish("once", key, 0.0, gate.path).id == first.id
+    gate.open()
+    value = first.get(timeout=30)
+    second = shared.publish("once", key, 0.0, gate.path)
+    assert (second.id, second.get(timeout=30)) == (first.id, value)
+    shared.idle(first.id)
+    assert shared.ledger.count("received", task_id=first.id) == 1
+
+
+def test_a_countdown_keeps_the_reservation_for_as_long(unattended, key, short):
+    first = unattended.publish("once", key, countdown=5)
+    time.sleep(2 * short)
+    assert unattended.publish("once", key).id == first.id
+    assert unattended.length() == 1
+
+
+def test_a_producer_that_dies_after_reserving_blocks_nobody(unattended, key, short):
+    """The next publish after the deadline goes out under the same task id."""
+    program = """
+        import os
+        from celery.signals import before_task_publish
+        from celery_idempotent.celery import publishing
+        from tests.worker import app as app_module
+
+        publishing.RESERVED_MS = 3000
+        before_task_publish.connect(lambda **_: os._exit(9), weak=False)
+        app_module.app.tasks["once"].delay(os.environ["KEY"])
+    """
+    env = {**environment(unattended.settings), "KEY": key}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**child_environment(env), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 9, done.stderr.decode()
+    record = unattended.record("once", key)
+    assert record.state is State.QUEUED
+
+    def publish() -> bool:
+        assert unattended.publish("once", key).id == record.task_id
+        return bool(unattended.length())
+
+    wait_for(publish, 30, "a publish after the deadline", interval=0.1)
+    assert time.time() * 1000 >= record.deadline_ms
+    for _ in range(3):
+        assert unattended.publish("once", key).id == record.task_id
+    assert unattended.length() == 1
+
+
+@pytest.mark.parametrize("why", ["revoked", "expired"])
+def test_a_task_that_a_worker_discards_keeps_its_key_until_it_is_forgotten(
+    open_site, key, gate, why
+):
+    """The worker discards every message of its task id: after a forget the next publish has another."""
+    site = open_site("redis", worker_enable_remote_control=True)
+    site.worker(concurrency=1)
+    site.publish("keyed", f"{key}.busy", 0.0, gate.path)
+    wait_for(lambda: site.ledger.count("start", f"{key}.busy"), what="a busy worker")
+    first = site.publish("once", key, expires=0.3 if why == "expired" else None)
+    if why == "revoked":
+        first.revoke()
+    time.sleep(0.5)
+    gate.open()
+    wait_for(lambda: site.ledger.count("done", task_id=first.id), what="its end")
+    assert site.publish("once", key).id == first.id
+    assert site.app.tasks["once"].idempotency_forget(key)
+    assert site.publish("once", key).get(timeout=30)
+    assert site.ledger.count("start", key) == 1
+
+
+def test_a_publish_between_a_run_and_its_retry_is_the_first_task(shared, key):
+    first = shared.publish("once_retrying", key, 1, 0.1, 1)
+    seen = set()
+    # Not until the result is there: a busy worker may store that it retries after the retry has stored its result.
+    while not shared.ledger.count("end", key):
+        seen.add(shared.publish("once_retrying", key, 1, 0.1, 1).id)
+    assert seen == {first.id}
+    shared.idle(first.id)
+    assert shared.ledger.count("start", key) == 2
+
+
+def test_everything_in_a_canvas_is_published(shared, key):
+    once, echo = shared.app.tasks["once"], shared.app.tasks["echo"]
+    grouped: Any = group([once.s(key), once.s(key)], app=shared.app).apply_async()
+    values = grouped.get(timeout=30)
+    assert values[0] == values[1]
+    chorded: Any = chord([once.s(key), once.s(key)], echo.s(), app=shared.app).apply_async()
+    assert chorded.get(timeout=30) == values
+    chained: Any = chain(once.si(key), echo.s(), once.si(key), echo.s()).apply_async()
+    assert chained.get(timeout=30) == values[0]
+    # A member that meets the other goes round, under its own id.
+    ids = [each.id for each in (*grouped.results, *chorded.parent.results)]
+    ids += [chained.parent.id, chained.parent.parent.parent.id]
+    assert len(set(ids)) == 6
+    shared.idle(*ids)
+    assert all(shared.ledger.count("received", task_id=each) for each in ids)
+    assert shared.ledger.count("start", key) == 1
+
+
+def test_a_call_with_callbacks_is_published_and_calls_back(shared, key):
+    first = shared.publish("once", key).get(timeout=30)
+    follow = shared.app.tasks["keyed"].si(f"{key}.follows")
+    assert shared.publish("once", key, link=follow).get(timeout=30) == first
+    wait_for(lambda: shared.ledger.count("end", f"{key}.follows"), what="the link")
