@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import threading
@@ -18,7 +17,7 @@ from kombu import Connection, Queue
 
 from celery_idempotent import Record, get_store
 from celery_idempotent.celery.delivery import identify_delivery
-from tests.faults.sending_app import CONF, label_of, make_app
+from tests.faults.sending_app import CONF, make_app
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.proxy import Proxy
@@ -61,7 +60,7 @@ class Stand:
             pool=pool,
             concurrency=concurrency,
         )
-        self._started = 0
+
         self._stop = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
 
@@ -73,7 +72,6 @@ class Stand:
     def _supervise(self) -> None:
         while not self._stop.wait(0.1):
             if not self.worker.running:
-                self._started = len(self.worker.log)
                 with contextlib.suppress(AssertionError):
                     self.worker.start(ready=False)
 
@@ -95,9 +93,6 @@ class Stand:
 
     def mourn(self, label: str, **options: Any) -> Any:
         return self.app.tasks["mourn"].s(label=label).set(**options)
-
-    def parent(self, result: Any) -> Any:
-        return result.parent
 
     # -- breaking ------------------------------------------------------------------------------------------------------
 
@@ -189,10 +184,6 @@ class Stand:
     def failures(self, result: AsyncResult[Any]) -> int:
         return self.ledger.count("failure", task_id=result.id)
 
-    def ready(self) -> bool:
-        """Is the worker that was started last at work?"""
-        return self.worker.running and " ready." in self.worker.log[self._started :]
-
     def waiting(self) -> int:
         """Return how many messages are in the queue, or given to somebody."""
         queue = self.conf["task_default_queue"]
@@ -202,25 +193,6 @@ class Stand:
         with Connection(self.conf["broker_url"]) as connection:
             bound: Any = self.app.amqp.queues[queue].bind(connection.channel())
             return int(bound.queue_declare(passive=True).message_count)
-
-    def lost_by_kombu(self) -> list[str]:
-        """Return the labels of messages that were published, wait nowhere, and were not received.
-
-        kombu takes a message from Redis and notes in a second step that it did: a worker that is killed in between, or
-        whose Redis is, loses it. (The message may have been received before, and given back.)
-        """
-        if self.broker != "redis" or self.waiting():
-            return []
-        queue, on_the_way = self.conf["task_default_queue"].encode(), {}
-        for command, *rest in self.server.writes():
-            match command.upper(), rest:
-                case ((b"LPUSH" | b"RPUSH"), [key, *messages]) if key == queue:
-                    for message in map(json.loads, messages):
-                        args, kwargs, _embed = json.loads(base64.b64decode(message["body"]))
-                        on_the_way[message["properties"]["delivery_tag"]] = label_of(args, kwargs)
-                case b"HSET", [b"unacked", tag, _]:
-                    del on_the_way[tag.decode()]
-        return sorted(on_the_way.values())
 
     def says(self, line: str, since: int) -> None:
         """Wait until the worker writes this."""
@@ -239,15 +211,10 @@ def open_stand(
     *,
     pool: str = "prefork",
     concurrency: int = 2,
-    only_writing: bool = False,
     **conf: Any,
 ) -> Iterator[Stand]:
-    """Open a stand: a Redis of its own for records and results (and messages), a proxy before the broker, a worker.
-
-    With ``only_writing`` the worker publishes through the proxy, and receives past it.
-    """
-    # All that it ever did stays in its log.
-    kept = {"appendfsync": "always", "auto-aof-rewrite-percentage": "0"}
+    """Open a stand: a Redis of its own for records and results (and messages), a proxy before the broker, a worker."""
+    kept = {"appendfsync": "always"}
     with embedded_redis(persistent=True, options=kept) as server:
         if rabbitmq is None:
             proxy = Proxy("127.0.0.1", server.port)
@@ -271,8 +238,7 @@ def open_stand(
             "idempotency_store": server.url(2),
             **conf,
         }
-        if only_writing:
-            conf["broker_read_url"] = url
+
         with proxy:
             stand = Stand(broker, directory, server, proxy, conf, through, pool, concurrency)
             try:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import celery
@@ -15,13 +12,8 @@ import pytest
 from celery.result import AsyncResult
 
 from celery_idempotent import TooManyCrashes
-from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.records import State
-from celery_idempotent.stores import get_store
 from tests.faults.conftest import Stage
-from tests.support.proxy import Proxy
-from tests.support.records import claim_key
-from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 from tests.support.workers import alive
 
@@ -49,12 +41,6 @@ def revoked(result: AsyncResult[Any]) -> bool:
     return state == "REVOKED"
 
 
-def known_as_revoked(stage: Stage, result: AsyncResult[Any]) -> bool:
-    """Whether a worker will discard the task; before Celery 5.5 it does not say so for one with an ETA."""
-    inspect: Any = stage.client.control.inspect(timeout=30, limit=1)
-    return any(result.id in ids for ids in (inspect.revoked() or {}).values())
-
-
 class TestLimits:
     def test_a_soft_limit_during_the_run_gives_the_key_back(self, set_stage: SetStage):
         stage = set_stage()
@@ -80,12 +66,11 @@ class TestLimits:
         assert stage.queued() == 0
 
     @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
-    @pytest.mark.parametrize("given", ["message", "setting", "command line"])
+    @pytest.mark.parametrize("given", ["message", "command line"])
     def test_a_task_that_always_meets_its_hard_limit_is_failed_after_the_crashes_allowed(
         self, set_stage: SetStage, given: str
     ):
-        conf: dict[str, Any] = {"task_time_limit": 1} if given == "setting" else {}
-        stage = set_stage(task_acks_on_failure_or_timeout=False, idempotency_lease=LONG, **conf)
+        stage = set_stage(task_acks_on_failure_or_timeout=False, idempotency_lease=LONG)
         stage.worker(arguments=["--time-limit", "1"] if given == "command line" else [])
         options = {"time_limit": 1} if given == "message" else {}
         stage.send("work", "k", "", "never", **options)
@@ -140,78 +125,6 @@ class TestRevokes:
         duplicate = stage.send("work", "k")
         assert stage.succeeds(duplicate) == f"done by {victim.id}"
         assert stage.effects("k") == 1
-
-    def test_those_revoked_while_they_wait_touch_no_record(self, set_stage: SetStage):
-        stage = set_stage()
-        worker = stage.worker()
-        stage.send("hold", "child")
-        wait_for(lambda: stage.ledger.count("held"), what="the child to be held")
-        waiting = {
-            "in the pool": stage.send("work", "in the pool"),
-            "for its time": stage.send("work", "for its time", countdown=2),
-        }
-        theirs = {}
-        for key, result in waiting.items():
-            stage.says(worker, f"work[{result.id}] received")
-            theirs[key] = self.claimed_elsewhere(stage, key, result.id)
-            self.revoke(stage, result.id, "SIGKILL")
-            wait_for(partial(known_as_revoked, stage, result), what=f"the revoke of {key}")
-        stage.open("child")
-        for key, result in waiting.items():
-            wait_for(partial(revoked, result), what=f"the end of {key}")
-        line = f"Discarding revoked task: work[{waiting['for its time'].id}]"
-        stage.says(worker, line)
-        stage.succeeds(stage.send("work", "next"))
-        for key, record in theirs.items():
-            assert stage.record(key) == record
-            assert stage.starts(key) == 0
-            assert stage.told("interrupted", key) == 0
-
-    def claimed_elsewhere(self, stage: Stage, key: str, task_id: str) -> object:
-        """Have another machine hold the key for the same message."""
-        task: Any = stage.client.tasks["work"]
-        identity = identify_delivery(task._definition, {}, [key], {}, task_id=task_id).identity
-        return claim_key(
-            get_store(stage.client),
-            identity,
-            lease_ms=60_000,
-            keep_ms=60_000,
-            task_id=task_id,
-            worker=f"another-machine:{os.getpid()}",
-        )
-
-    def test_the_run_of_another_worker_survives_the_revoke_of_a_redelivery(
-        self,
-        set_stage: SetStage,
-        redis_proxy: Proxy,
-        private_redis: EmbeddedRedis,
-        digests: dict[str, bytes],
-    ):
-        stage = set_stage(store=private_redis.url())
-        a = stage.worker("a")
-        result = stage.send("work", "k", "", "gate")
-        stage.started("k")
-        before = stage.record("k")
-        host = socket.gethostname()
-        stage.client.control.cancel_consumer(stage.queue, destination=[f"a@{host}"], reply=True)
-        # B's child asks for the key, and never hears the answer.
-        redis_proxy.swallow_replies(digests["claim"], silent=True)
-        b = stage.worker("b", conf={"idempotency_store": f"{redis_proxy.url()}?socket_timeout=60"})
-        (child,) = b.children()
-        stage.send("work", "k", "", "gate", task_id=result.id)
-        wait_for(lambda: redis_proxy.swallowed, what="B's child to ask")
-        self.revoke(stage, result.id, "SIGKILL", destination=[f"b@{host}"])
-        wait_for(lambda: not alive(child), what="B's child to end")
-        wait_for(lambda: b.children() and child not in b.children(), 60, "B to notice")
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
-            assert stage.record("k") == before
-            time.sleep(0.1)
-        stage.open("gate")
-        wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run to end")
-        assert stage.effects("k") == stage.starts("k") == 1
-        assert stage.told("interrupted", "k") == 0
-        assert a.running
 
 
 class TestShutdown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
@@ -111,29 +110,6 @@ class TestOfTheStoreDuringARun:
         stage.ran_once("k", result)
         assert stage.starts("k") == 2
         stage.tells("interrupted", "k")
-
-
-class TestOfTheRights:
-    def test_a_user_without_them_runs_nothing_and_keeps_nobody_busy(
-        self, set_stage: SetStage, private_redis: EmbeddedRedis
-    ):
-        address = urlsplit(private_redis.url())
-        with redis.Redis.from_url(private_redis.url()) as client:
-            try:
-                client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "+@all", "-evalsha")
-                stage = set_stage(store=address._replace(netloc=f"u:p@{address.netloc}").geturl())
-                worker = stage.worker()
-                result = stage.send("work", "k")
-                stage.says(worker, "store error (1 so far)", "Give the user the rights")
-                first = time.monotonic()
-                stage.says(worker, "store error (3 so far)")
-                # Countdowns of at least a half of 1 s and of 2 s, less what it took to see the first.
-                assert time.monotonic() - first > 1.3
-                assert stage.starts("k") == 0
-                client.execute_command("ACL", "SETUSER", "u", "+evalsha")
-                stage.ran_once("k", result)
-            finally:
-                client.execute_command("ACL", "DELUSER", "u")
 
 
 class TestOfMemory:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_idempotent import ResultUnavailable
 from celery_idempotent.records import State
 from tests.faults.conftest import Stage
 from tests.support.waiting import wait_for
@@ -78,41 +77,3 @@ class TestResults:
         duplicate = stage.send("value", "k", "a set")
         assert type(stage.fails(duplicate)).__name__ in ("EncodeError", "TypeError")
         assert stage.effects("k") == 1
-
-    def test_a_result_that_is_too_large_is_taken_from_the_result_backend(self, set_stage: SetStage):
-        stage = set_stage(idempotency_max_result_bytes=1000, idempotency_lease=1)
-        worker = stage.worker()
-        first = stage.send("value", "k", "large")
-        assert stage.succeeds(first) == "x" * 5000
-        assert stage.record("k", "value").value is None
-        assert "a str takes 5,002 bytes as json" in worker.log
-        duplicate = stage.send("value", "k", "large")
-        assert stage.succeeds(duplicate) == "x" * 5000
-        assert stage.effects("k") == 1
-        # Gone from there, and certainly finished: nobody has it.
-        first.forget()
-        late = stage.send("value", "k", "large")
-        assert isinstance(stage.fails(late), ResultUnavailable)
-        assert stage.effects("k") == 1
-
-    def test_a_stored_pickle_is_not_read_by_an_app_that_accepts_json_only(
-        self, set_stage: SetStage
-    ):
-        stage = set_stage()
-        pickles = {
-            "idempotency_serializer": "pickle",
-            "result_accept_content": ["json", "pickle"],
-        }
-        writer = stage.worker("writer", conf=pickles)
-        assert stage.succeeds(stage.send("value", "k", "pair")) == [1, 2]
-        record = stage.record("k", "value")
-        assert record.value.content_type == "application/x-python-serialize"
-        writer.kill()
-        reader = stage.worker("reader")
-        duplicate = stage.send("value", "k", "pair")
-        error = stage.fails(duplicate)
-        assert type(error).__name__ == "StoreMisconfigured"
-        assert "does not accept" in str(error)
-        assert stage.record("k", "value") == record
-        assert stage.effects("k") == 1
-        assert reader.running

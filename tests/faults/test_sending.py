@@ -53,6 +53,10 @@ class Sent:
         return (self.first, *self.others, self.follower)
 
 
+def parent(result: Any) -> Any:
+    return result.parent
+
+
 class Canvases:
     """Makes them: followers go to ``queue``, senders acknowledge as ``acks`` says, and wait at gates if ``gated``."""
 
@@ -80,7 +84,7 @@ class Canvases:
     def chain(self) -> Sent:
         key, first = self._first("step")
         result = chain(first, self.stand.step(f"{key}/b", **self.options)).apply_async()
-        return Sent(result, f"{key}/a", f"{key}/b", self.stand.parent(result))
+        return Sent(result, f"{key}/a", f"{key}/b", parent(result))
 
     def errback(self) -> Sent:
         key, first = self._first("refuse")
@@ -102,7 +106,7 @@ class Canvases:
         if follower == "d":
             body.link_error(self.stand.mourn(f"{key}/d", **self.options))
         result = chord([first, other], body, app=self.stand.app).apply_async()
-        last, before = self.stand.parent(result).results
+        last, before = parent(result).results
         wait_for(lambda: before.state == "SUCCESS", PATIENCE, "the other part")
         if not self.gated:
             self.stand.open_gate(f"{key}/a")
@@ -233,7 +237,7 @@ def test_a_follower_that_is_refused_for_too_long_ends_the_task_as_a_failure_that
         result = chain(
             stand.step(f"{key}/a", name="brief"), stand.step(f"{key}/b", queue=queue)
         ).apply_async()
-        first = stand.parent(result)
+        first = parent(result)
         wait_for(lambda: first.state == "FAILURE", PATIENCE, lambda: first.state)
     stand.says(f"[{first.id}] is done, its callbacks are not all sent yet", since)
     stand.says(f"[{first.id}] is done, but its callbacks cannot be sent", since)
@@ -313,11 +317,7 @@ def test_a_chord_ends_although_two_processes_die_with_its_last_part(stand, shape
     assert stand.ledger.count("crash", f"sending {each.first}") == 2
 
 
-@pytest.mark.parametrize(
-    # A solo worker and its RabbitMQ come next.
-    "pool",
-    ["prefork", pytest.param("solo", marks=pytest.mark.wide)],
-)
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("solo", marks=pytest.mark.wide)])
 def test_the_next_step_is_sent_by_a_broker_that_was_killed_at_work_and_is_back(
     tmp_path, databases, pool
 ):
@@ -335,18 +335,5 @@ def test_the_next_step_is_sent_by_a_broker_that_was_killed_at_work_and_is_back(
         stand.says(f"[{each.sender.id}] is done, its callbacks are not all sent yet", since)
         assert stand.record(each.sender).state is State.COMPLETED
         stand.server.start()
-        stand.takes_effect(*each.labels())
-        ends(stand, each, refused=True)
-
-
-def test_a_solo_worker_sends_the_next_step_when_its_rabbitmq_is_back(tmp_path, rabbitmq):
-    with open_stand("rabbitmq", tmp_path, rabbitmq, pool="solo", concurrency=1) as stand:
-        since = len(stand.worker.log)
-        each = Canvases(stand, gated=True).chain()
-        wait_for(lambda: stand.effects(each.first), PATIENCE, "the step to start")
-        stand.proxy.refuse()
-        stand.open_gate(each.first)
-        stand.says(f"[{each.sender.id}] is done, its callbacks are not all sent yet", since)
-        stand.proxy.heal()
         stand.takes_effect(*each.labels())
         ends(stand, each, refused=True)

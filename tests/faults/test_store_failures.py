@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import redis
-from celery.result import AsyncResult
 
 from celery_idempotent.records import State
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 
@@ -93,29 +90,20 @@ def test_one_redis_for_store_and_broker_down_loses_nothing(
     }
     stage = set_stage(broker=url, store=url, direct=url, broker_transport_options=visibility)
     worker = stage.worker()
-    sent = frozen_before_their_claims(stage, worker, "work")
+    (child,) = worker.children()
+    worker.freeze(child)
+    sent = stage.send("work", "work")
+    stage.says(worker, f"work[{sent.id}] received")
     persistent_redis.kill()
-    worker.thaw(*worker.children())
-    stage.says(worker, f"work[{sent['work'].id}] reject requeue=True")
+    worker.thaw(child)
+    stage.says(worker, f"work[{sent.id}] reject requeue=True")
     assert stage.ledger.count("start") == 0
     # With kombu 5.7 the main process ends when it loses a broker that is gone ("'NoneType' object has no attribute
     # 'hostname'"), and somebody starts it again.
     worker.kill()
     persistent_redis.start()
     worker.start()
-    stage.ran_once("work", sent["work"])
-
-
-def frozen_before_their_claims(
-    stage: Stage, worker: Worker, *tasks: str
-) -> dict[str, AsyncResult[Any]]:
-    """Send each task to a frozen child of its own."""
-    for child in worker.children():
-        worker.freeze(child)
-    sent = {task: stage.send(task, task) for task in tasks}
-    for task, result in sent.items():
-        stage.says(worker, f"{task}[{result.id}] received")
-    return sent
+    stage.ran_once("work", sent)
 
 
 @WHERE
@@ -170,7 +158,6 @@ def test_a_body_that_makes_sure_of_its_claim_outlasts_a_blip_of_the_store(
 
 @pytest.mark.parametrize(
     "silent",
-    # A silent server in the claim: test_slow_stores.py.
     [pytest.param(False, id="cut"), pytest.param(True, id="silent", marks=pytest.mark.wide)],
 )
 @WHERE
@@ -211,3 +198,42 @@ def test_flushed_while_the_task_runs_the_settle_is_accepted(
     assert stage.record("k") is None
     stage.open("gate")
     stage.ran_once("k", result)
+
+
+def test_a_claim_that_nobody_heard_of_ends_with_its_lease_and_counts_a_crash(
+    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]
+):
+    """The server is slower than its client waits, each time: the claim is made, and given up."""
+    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1", idempotency_lease=8)
+    stage.worker()
+    redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
+    result = stage.send("work", "k")
+    wait_for(lambda: stage.told("store_failed", "k") >= 2, 60, "claims that were given up")
+    assert stage.record("k").state is State.PROCESSING
+    redis_proxy.heal()
+    stage.ran_once("k", result)
+    assert stage.record("k").crashes == 1
+
+
+def test_a_wrong_password_runs_nothing_loses_nothing_and_is_not_logged(
+    set_stage: SetStage, private_redis: EmbeddedRedis, redis_proxy: Proxy
+):
+    secret = "pa55-w0rd-0f-0urs"
+    store = redis_proxy.url().replace("//", f"//:{secret}@")
+    stage = set_stage(store=store)
+    worker = stage.worker()
+    result = stage.send("work", "k")
+    stage.says(worker, f"work[{result.id}] did not run")
+    (line, *_) = [line for line in worker.log.splitlines() if "did not run" in line]
+    assert "ERROR" in line
+    assert "Check user and password" in line
+    assert stage.starts("k") == 0
+    with redis.Redis.from_url(private_redis.url()) as client:
+        try:
+            client.config_set("requirepass", secret)
+            assert stage.succeeds(result) == f"done by {result.id}"
+        finally:
+            client.execute_command("AUTH", secret)
+            client.config_set("requirepass", "")
+    stage.ran_once("k", result)
+    assert secret not in worker.log

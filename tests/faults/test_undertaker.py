@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from celery_idempotent.celery.delivery import identify_delivery
@@ -21,9 +18,9 @@ from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
 from tests.support.records import claim_key
-from tests.support.servers import EmbeddedRedis, need
+from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker, alive, child_environment
+from tests.support.workers import alive, child_environment
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
@@ -142,62 +139,3 @@ def test_it_finds_a_claim_that_was_still_on_its_way(
         lambda: f"the interrupt, is {stage.record('k', 'early')}",
     )
     stage.ran_once("k", stage.send("early", "k"), task="early")
-
-
-#: Starts a process as the first one of a container does: its pids are those of any other container.
-_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child")
-
-
-@pytest.fixture
-def _containers() -> None:
-    """Skip where this user may not make a pid namespace."""
-    try:
-        subprocess.run([*_CONTAINER, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        need(False, "the right to make pid namespaces (unshare --pid)")
-
-
-def _child_in(container: Worker) -> tuple[int, int]:
-    """Return the pid of the pool's one process, from outside and from inside its container."""
-    (main,) = psutil.Process(container.pid).children()
-    (child,) = main.children()
-    status = Path(f"/proc/{child.pid}/status").read_text()
-    (pids,) = (line for line in status.splitlines() if line.startswith("NSpid:"))
-    return child.pid, int(pids.split()[-1])
-
-
-@pytest.mark.rabbitmq
-@pytest.mark.usefixtures("_containers")
-def test_a_child_that_dies_in_one_container_leaves_the_claim_of_its_namesake_in_another_alone(
-    set_stage: Callable[..., Stage], private_redis: EmbeddedRedis
-):
-    """One message in two containers that share host name and pids: one child runs it, one waits and is killed."""
-    stage = set_stage(
-        store=private_redis.url(),
-        worker_prefetch_multiplier=1,
-        idempotency_on_conflict="wait",
-        idempotency_wait=60,
-    )
-    stage.worker("a", under=_CONTAINER)
-    result = stage.send("work", "k", "", "gate")
-    runner = stage.started("k")
-    before = stage.record("k")
-    b = stage.worker("b", under=_CONTAINER)
-    stage.send("work", "k", "", "gate", task_id=result.id)
-
-    def received() -> int:
-        return b.log.count(f"Task work[{result.id}] received")
-
-    wait_for(received, 20, "the child in B to wait")
-    child, namesake = _child_in(b)
-    assert namesake == runner
-    os.kill(child, signal.SIGKILL)
-    wait_for(lambda: not alive(child), what="the child in B to end")
-    # The main process in B has looked by then: that comes before the message goes back.
-    wait_for(lambda: received() > 1, 20, "the message to be delivered again")
-    assert stage.record("k") == before
-    stage.open("gate")
-    wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run to end")
-    stage.succeeds(result)
-    assert stage.effects("k") == stage.starts("k") == 1
-    assert stage.record("k").crashes == stage.told("interrupted", "k") == 0

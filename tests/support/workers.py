@@ -43,8 +43,8 @@ class Worker:
     """A worker of the app in module ``app``, in a process group of its own.
 
     ``directory`` takes its log and is where it runs; ``env`` reaches the app module; ``arguments`` go to the command
-    line, ``under`` comes before it. It is a fork of a process that has imported Celery's worker, or a ``fresh``
-    interpreter, for an app that patches Celery before the worker is imported.
+    line. It is a fork of a process that has imported Celery's worker, or a ``fresh`` interpreter, for an app that
+    patches Celery before the worker is imported.
 
     Starting returns when the worker says that it is ready.
     """
@@ -60,7 +60,6 @@ class Worker:
         queues: Sequence[str] = (),
         env: Mapping[str, object] | None = None,
         arguments: Sequence[str] = (),
-        under: Sequence[str] = (),
         fresh: bool = False,
     ) -> None:
         self.name = name
@@ -69,7 +68,6 @@ class Worker:
         self._directory = directory
         self._environment = child_environment(env)
         self._command = [
-            *under,
             *(sys.executable, "-m", "celery", "-A", app, "worker"),
             *(f"--pool={pool}", f"--concurrency={concurrency}", "--loglevel=INFO"),
             *("-n", f"{name}@%h", "--without-gossip", "--without-mingle", "--without-heartbeat"),
