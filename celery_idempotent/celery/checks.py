@@ -91,6 +91,14 @@ _TEXTS: Final = {
         "django-tenants is installed, and a key of these tasks is one key for all tenants: {tasks}.",
         "Set idempotency_scope so that it names the tenant, as docs/recipes.md says.",
     ),
+    "W025": (
+        "SQLite cannot end a frozen worker's transaction, and nobody else writes until its process is gone: {tasks}.",
+        "Keep the database of atomic tasks in PostgreSQL, MariaDB or MySQL.",
+    ),
+    "W026": (
+        "Atomic tasks are committed in {store!r}, and Django writes every model to another database: {tasks}.",
+        "Let idempotency_store name the database of their models, or DATABASE_ROUTERS send those there.",
+    ),
 }
 
 #: The oldest releases that have the commands that the store uses.
@@ -112,6 +120,7 @@ def check_settings(app: AnyCelery) -> list[Finding]:
     swept = [each["task"] if isinstance(each, dict) else each.task for each in beats]
     has_tenants = "django_tenants" in sys.modules  # Django imports each app that is installed
     enforced = [each for each in tasks if each.policy.mode == "enforce"]
+    atomic = [each for each in tasks if each.policy.atomic]
     found = {
         "W002": [each for each in enforced if not app.tasks[each.name].acks_late],
         "W003": app.conf.get("idempotency_sweep_interval", 30) is None and SWEEP not in swept,
@@ -120,6 +129,7 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         "W020": missing,
         "W023": _find_broadcast(app, tasks),
         "W024": [each for each in tasks if has_tenants and each.keyed and not each.scoped],
+        **dict.fromkeys(store.atomic_findings() if atomic else (), atomic),
     }
     return _findings(found, broker=broker, store=store, missing=missing)
 

@@ -25,8 +25,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError
+from django.db import DatabaseError, router
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Connections, Session
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: Of our own tables, which are always here.
+LABEL = "celery_idempotent"
 #: How many rows one statement of a prune deletes: see docs/sql.md for what others cost.
 PRUNE_BATCH = 1_000
 #: How many unfinished records of a state are counted.
@@ -368,6 +371,16 @@ class DjangoStore(Store):
             StoreMisconfigured: if Django's settings do not have this database.
         """
         return missing_bounds(self.connections.own())
+
+    def atomic_findings(self) -> Sequence[str]:
+        """Return W025 on SQLite, and W026 if Django's routers write no model of the project to this database."""
+        configs = apps.get_app_configs() if apps.ready else ()
+        models = [model for each in configs if each.label != LABEL for model in each.get_models()]
+        found = {
+            "W025": self.connections.own().vendor == "sqlite",
+            "W026": models and self.alias not in map(router.db_for_write, models),
+        }
+        return [name for name, is_found in found.items() if is_found]
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""

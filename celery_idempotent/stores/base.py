@@ -372,6 +372,10 @@ class Store(ABC):
         """Return the options that would bound the waits for a server that stays silent, and are not set."""
         return ()
 
+    def atomic_findings(self) -> Sequence[str]:
+        """Return the ids of the findings about tasks that run in its transactions: W025, W026."""
+        return ()
+
     def missing_rights(self) -> Sequence[str]:
         """Return the commands of the server that this user needs and may not run."""
         return ()

@@ -1,0 +1,74 @@
+"""What the settings of a database say about the store in it: refused, or told by a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.checks import check_settings
+from celery_idempotent.errors import InvalidOption
+
+pytest.importorskip("django")
+
+from django.test import override_settings
+
+from celery_idempotent.django.store import open_django
+from tests.sql import databases
+
+
+@pytest.mark.parametrize("vendor", databases.VENDORS)
+def test_a_database_without_autocommit_is_refused(use_database: Callable[..., str], vendor: str):
+    alias = use_database(vendor, AUTOCOMMIT=False)
+    with pytest.raises(InvalidOption, match="leave AUTOCOMMIT on"):
+        open_django(f"django://{alias}")
+
+
+class Router:
+    """Sends the models of one app to a database, and all others elsewhere."""
+
+    def __init__(self, alias: str, app: str) -> None:
+        self.alias, self.app = alias, app
+
+    def db_for_write(self, model: Any, **_: object) -> str:
+        return self.alias if model._meta.app_label == self.app else "default"
+
+
+def findings(alias: str, *, atomic: bool = True, routers: Any = ()) -> dict[str, str]:
+    """Return what the checks say about atomic tasks."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.idempotency_store = f"django://{alias}"
+
+    @app.task(base=IdempotentTask, shared=False, name="shop.pay", idempotency_atomic=atomic)
+    def pay() -> None: ...
+
+    with override_settings(DATABASE_ROUTERS=list(routers)):
+        found = check_settings(app)
+
+    return {each.id: each.problem for each in found if each.id in ("W025", "W026")}
+
+
+@pytest.mark.parametrize("vendor", ["postgresql", "sqlite"])
+def test_a_check_says_that_sqlite_cannot_end_a_frozen_run(
+    use_database: Callable[..., str], vendor: str
+):
+    alias = use_database(vendor)
+    routers = [Router(alias, "auth")]
+    assert ("W025" in findings(alias, routers=routers)) == (vendor == "sqlite")
+    assert findings(alias, atomic=False) == {}
+
+
+def test_a_check_says_where_no_model_is_written_to_the_database_of_atomic_tasks(
+    use_database: Callable[..., str],
+):
+    """As without a router, which has all of them in ``default``; our own tables do not count."""
+    alias = use_database("postgresql")
+    for routers in ([], [Router(alias, "celery_idempotent")]):
+        found = findings(alias, routers=routers)
+        assert "shop.pay" in found["W026"]
+        assert alias in found["W026"]
+    assert findings(alias, routers=[Router(alias, "auth")]) == {}
+    assert "W026" not in findings("default")
