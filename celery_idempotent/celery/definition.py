@@ -150,15 +150,12 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     """Refuse a body that returns before it has run, unless a base runs it."""
     run = inspect.getattr_static(task, "run")
     body = getattr(run, "__func__", run)
-    while isinstance(body, partial):
-        body = body.func
-    # The second is that of an object that is called as a function.
-    kinds = [kind for test, kind in _UNFINISHED if test(body) or test(type(body).__call__)]
-    others = (each for each in task.__mro__ if each not in (base, Task))
-    if not kinds or any("__call__" in vars(each) for each in others):
+    kind = next((kind for test, kind in _UNFINISHED if test(body)), None)
+    bases = (each for each in task.__mro__ if each not in (base, Task))
+    if kind is None or any("__call__" in vars(each) for each in bases):
         return
     refused = InvalidOption(
-        f"Task {task.name} is a {kinds[0]} function, and Celery stores what it returns without running it: its record "
+        f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
         "would say COMPLETED before anything is done. Run it within the task (asyncio.run(…)), give the task a base "
         'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
     )

@@ -381,9 +381,5 @@ def redelivery_timeout(app: Celery) -> RedeliveryTimeout | None:
     if scheme not in _TRANSPORTS:
         return None
     option, default = _TRANSPORTS[scheme]
-    options = app.conf.broker_transport_options or {}
-    try:
-        seconds = float(options.get(option) or default)  # may be text, as in the query of a URL
-    except (TypeError, ValueError):
-        seconds = default  # kombu refuses it
-    return RedeliveryTimeout(option=option, seconds=seconds)
+    given = (app.conf.broker_transport_options or {}).get(option)
+    return RedeliveryTimeout(option, float(given or default))  # may be text, as in a URL's query

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from celery import signals as celery_signals
 from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
-from celery_idempotent.celery import callbacks, installation, publishing
+from celery_idempotent.celery import callbacks, delivery, publishing
 from celery_idempotent.celery.canvas import AnySignature, canvas_tasks, unstamp
-from celery_idempotent.celery.definition import DefinedTask, Definition, define, is_celerys_own
+from celery_idempotent.celery.definition import (
+    DefinedTask,
+    Definition,
+    define,
+    definitions,
+    is_celerys_own,
+)
 from celery_idempotent.celery.delivery import Delivery, deliver, delivery_of, next_after_ours
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
+from celery_idempotent.celery.sweep import install_sweep
 from celery_idempotent.celery.typed import Result, Sig
 from celery_idempotent.errors import (
     FingerprintMismatch,
@@ -20,9 +29,11 @@ from celery_idempotent.errors import (
     InProgress,
     InvalidOption,
 )
+from celery_idempotent.events import counters
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
+from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.run import OnCommit, release, run_in_progress, unguarded
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
@@ -30,6 +41,7 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.worker.consumer import Consumer
     from typing_extensions import Unpack
 
     from celery_idempotent.stores.base import Store
@@ -94,7 +106,8 @@ class IdempotentTask(DefinedTask):
         app = real_app(app)
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
-            installation.install_tasks(app)
+            _connect_receivers()
+            install_sweep(app)
             definition = define(cls, IdempotentTask, app)
             cls._active = None if off else definition
             cls._definition = definition
@@ -219,19 +232,17 @@ class IdempotentTask(DefinedTask):
             run.replaced = run.phase is not Phase.RELEASED
             raise
 
-    def on_replace(self, sig: Sig) -> Any:
-        """Publish the replacement, unless a transaction is open that may still be rolled back.
-
-        Raises:
-            IdempotencyError: if the claim in progress has a transaction, and there is no outbox.
-        """
-        claim = current_claim()
-        if claim is not None and claim.transaction is not None and not self.request.is_eager:
-            raise IdempotencyError(
-                f"{self.name} is atomic, and its replacement has to be staged in its transaction: take "
-                "celery_idempotent.django.IdempotentTask as its base."
-            )
-        return super().on_replace(sig)
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Retry, as Celery does; the key is released before the retry is published."""
+        outcome = super().retry(*args, **kwargs)
+        # Only throw=False comes here. An eager retry is not published but run when this run is over.
+        run = run_in_progress()
+        if run is not None and self.request.is_eager:
+            if run.transaction is None:
+                release(run)
+            else:
+                run.after_rollback = partial(release, run)
+        return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------
 
@@ -325,3 +336,42 @@ def _claiming_first(found: Any) -> Any:
         return deliver(self, definition, request, call_next, args, kwargs)
 
     return __call__
+
+
+# -- what listens to Celery, from the first idempotent task of a process on; docs/differences.md lists it --------------
+
+
+def make_store(sender: Any, **_: object) -> None:
+    """Note the pool's time limit, and make the store, whose modules the pool's processes thus inherit.
+
+    A worker that could run no task ends: it would take messages and fail them.
+    """
+    from celery_idempotent.celery.checks import check_or_raise
+
+    delivery.pool_time_limits[real_app(sender.app)] = sender.time_limit
+    try:
+        check_or_raise(sender.app)
+    except Exception as error:
+        raise SystemExit(f"idempotency: this worker does not start: {error}") from error
+
+
+def check_setup(sender: Consumer, **_: object) -> None:
+    """Check how the worker is set up."""
+    if definitions(sender.app):
+        from celery_idempotent.celery.checks import check_in_thread
+
+        check_in_thread(sender.app)
+
+
+@cache
+def _connect_receivers() -> None:
+    for signal, receiver in (
+        (celery_signals.worker_init, make_store),
+        (celery_signals.worker_ready, check_setup),
+        # The counters of a pool's process; those of the main process are written by its thread at its end.
+        (celery_signals.worker_process_shutdown, lambda **_: counters.write()),
+        (celery_signals.worker_shutdown, lambda **_: heartbeat.finish()),
+        (celery_signals.task_success, callbacks.mark_success),
+        (celery_signals.task_failure, callbacks.mark_failure),
+    ):
+        signal.connect(receiver, weak=False)

@@ -60,7 +60,7 @@ _CELERY = (
 _PACKAGE = tuple(
     f"celery_idempotent.{name}"
     for name in (
-        *("celery.task", "celery.worker", "celery.installation", "celery.sweep", "celery.checks"),
+        *("celery.task", "celery.worker", "celery.sweep", "celery.checks"),
         *("stores.redis.store", "stores.memory"),
     )
 )

@@ -31,7 +31,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery.callbacks import OUTCOME
-from celery_idempotent.celery.installation import make_store
+from celery_idempotent.celery.task import make_store
 from celery_idempotent.protocol import shield
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore

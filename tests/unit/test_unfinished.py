@@ -34,11 +34,6 @@ async def async_generator(key: str) -> Any:
     yield key
 
 
-class Callee:
-    async def __call__(self, key: str) -> str:
-        return key
-
-
 def define(app: Celery, body: Any, **options: Any) -> Any:
     options = {"name": "t", "base": IdempotentTask, "shared": False, "lazy": False, **options}
     return app._task_from_fun(body, idempotency_key="key", **options)  # type: ignore[attr-defined]
@@ -50,8 +45,6 @@ def define(app: Celery, body: Any, **options: Any) -> Any:
         (coroutine, "coroutine"),
         (partial(coroutine), "coroutine"),
         (partial(partial(coroutine)), "coroutine"),
-        (Callee(), "coroutine"),
-        (partial(Callee()), "coroutine"),
         (generator, "generator"),
         (async_generator, "generator"),
     ],
@@ -59,8 +52,6 @@ def define(app: Celery, body: Any, **options: Any) -> Any:
         "coroutine",
         "partial",
         "partial-of-partial",
-        "callable",
-        "partial-of-callable",
         "generator",
         "async-generator",
     ],
