@@ -80,7 +80,7 @@ def main(names: tuple[str, ...], quick: bool, as_json: bool, seed: int | None) -
         json.dump(shown, sys.stdout, indent=2)
         print()
     else:
-        console.print(f"\nSeed {seed}. How it is measured: docs/benchmarks.md", style="dim")
+        console.print(f"\nSeed {seed}. How it is measured: docs/comparison.md", style="dim")
 
 
 def _possible(name: str, *, quick: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A library: its task class, and the options of a task and of the app that it is used with here."""
+    """A library: its package and its task class."""
 
     package: str
     base: str
-    options: Mapping[str, object] = field(default_factory=dict)
-    settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -36,13 +34,6 @@ class Peer:
 PEERS = {
     "once": Peer("celery-once", "celery_once.QueueOnce"),
     "singleton": Peer("celery-singleton", "celery_singleton.Singleton"),
-    "heimdall": Peer(
-        "celery-heimdall",
-        "celery_heimdall.HeimdallTask",
-        options={"heimdall": {"unique": True}},
-        # As it comes, its worker waits for a second for the lock that its own publisher took.
-        settings={"heimdall_unique_lock_blocking": False},
-    ),
 }
 
 
@@ -60,5 +51,3 @@ def configure(app: Celery, url: str) -> None:
     """Let each of them have its locks where our records are."""
     app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": {"url": url}}
     app.conf.singleton_backend_url = url
-    for peer in PEERS.values():
-        app.conf.update(peer.settings)

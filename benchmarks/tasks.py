@@ -114,6 +114,6 @@ def make_app(
     if peers:
         libraries.configure(app, backend)
         for name, peer in libraries.installed().items():
-            add(name, type(name, (Stamped, peer.task_class()), {"abstract": True}), **peer.options)
+            add(name, type(name, (Stamped, peer.task_class()), {"abstract": True}))
     app.finalize()
     return app

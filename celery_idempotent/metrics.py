@@ -8,7 +8,7 @@
         app, port=9464
     )  # a worker serves http://…:9464/metrics; without a port: your own endpoint does
 
-Names and labels are listed in docs/monitoring.md. Counters and histograms are of this process (with
+Names and labels are listed in docs/operating.md. Counters and histograms are of this process (with
 PROMETHEUS_MULTIPROC_DIR, of all children of a worker); the gauges are the store's, the same from any process.
 """
 

@@ -77,7 +77,7 @@ _HOLDER = (
 )
 _LOST = "{event.identity} was claimed anew while task {event.task_id} (token {record.token}) ran: its result"
 
-# The table in docs/reference.md says when each is reported.
+# The table in docs/options.md says when each is reported.
 
 reserved = OutcomeSignal("reserved", "{event.identity} is reserved for " + _TASK)
 claimed = OutcomeSignal("claimed", _TASK + " runs {event.identity}")

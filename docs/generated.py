@@ -92,8 +92,8 @@ def _metrics() -> str:
 
 
 def options() -> Iterator[tuple[str, str]]:
-    """Yield each option of the reference: its name and its default."""
-    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    """Yield each option of the page of options: its name and its default."""
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     for name, default in re.findall(
         r"^### `(\w+)`\n\n\*[^*]*?Default:? ([^*]+)\.\*\s", page, re.MULTILINE
     ):

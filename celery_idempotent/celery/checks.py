@@ -81,7 +81,7 @@ _TEXTS: Final = {
     ),
     "W020": (
         "Tasks wait without end, or for minutes, for a server that stays silent: {store!r} sets no {missing}.",
-        "Set them in the OPTIONS of that database, as docs/sql.md says.",
+        "Set them in the OPTIONS of that database, as docs/exactly-once.md says.",
     ),
     "W023": (
         "A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.",

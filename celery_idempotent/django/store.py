@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 #: Of our own tables, which are always here.
 LABEL = "celery_idempotent"
-#: How many rows one statement of a prune deletes: see docs/sql.md for what others cost.
+#: How many rows one statement of a prune deletes: larger batches gain nothing.
 PRUNE_BATCH = 1_000
 #: How many unfinished records of a state are counted.
 COUNTED = 10_000

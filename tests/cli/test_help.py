@@ -16,7 +16,8 @@ from celery_idempotent.cli.session import FOUND, UNREACHABLE
 from tests.support.paths import ROOT
 from tests.support.workers import child_environment
 
-PAGE = (ROOT / "docs" / "command-line.md").read_text()
+PAGE = (ROOT / "docs" / "operating.md").read_text()
+PAGE = PAGE.partition("\n## The command line\n")[2].partition("\n## ")[0]
 CONTEXT = click.Context(idempotency)
 COMMANDS: dict[str, Any] = {
     name: idempotency.get_command(CONTEXT, name) for name in idempotency.list_commands(CONTEXT)
@@ -35,8 +36,12 @@ EXAMPLES = [
 
 
 def test_every_command_has_a_section_and_every_section_a_command():
-    titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert {name for title in titles for name in re.findall(r"`([a-z]+)`", title)} == set(COMMANDS)
+    titles = " ".join(re.findall(r"^### (.*)$", PAGE, re.MULTILINE))
+    operations = PAGE.partition("### Operations\n")[2].partition("```")[0]
+    named = re.findall(r"`([a-z]+)`", titles) + re.findall(
+        r"^\| `(\w+)` \|", operations, re.MULTILINE
+    )
+    assert set(named) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,4 +1,4 @@
-"""docs/reference.md has each option in full."""
+"""docs/options.md has each option in full."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ OPTIONS = sorted(
     | set(SETTINGS)
 )
 
-SECTION = (ROOT / "docs" / "reference.md").read_text().partition("## Each option\n")[2]
-SECTION = SECTION.partition("\n## ")[0]
+SECTION = (ROOT / "docs" / "options.md").read_text().partition("\n## Keys\n")[0]
 
 
 def paragraph(option: str) -> str:
-    return SECTION.partition(f"### `idempotency_{option}`\n")[2].partition("\n### ")[0]
+    return SECTION.partition(f"### `idempotency_{option}`\n")[2].partition("\n##")[0]
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import errors
 from celery_idempotent.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ClaimRequest, Identity, Selection, SettleRequest, State
@@ -21,7 +20,7 @@ from tests.stores.test_redis_servers import use
 from tests.support.admin import make_app
 from tests.support.apps import close_app
 from tests.support.ledger import Ledger
-from tests.support.pages import block, load
+from tests.support.pages import block
 from tests.support.workers import Worker
 
 RIGHTS = {
@@ -164,19 +163,3 @@ def test_a_worker_runs_with_these_rights(
     app.send_task("celery_idempotent.sweep").get(timeout=30)
     assert "StoreMisconfigured" not in worker.log
     close_app(app)
-
-
-class TestErrors:
-    def test_the_caller_of_the_page_is_told_which(self):
-        ask = load(Celery(set_as_current=False), "running", "caller", {}).ask
-
-        class Result:
-            def __init__(self, error: Exception) -> None:
-                self.error = error
-
-            def get(self, timeout: float) -> None:
-                raise self.error
-
-        assert ask(Result(errors.InProgress("held", "4ce1", 3.5))) == "task 4ce1 is at it"
-        assert ask(Result(errors.TooManyCrashes("m", 4))) == "given up after 4 crashes"
-        assert "something else" in ask(Result(errors.FingerprintMismatch()))

@@ -18,6 +18,14 @@ from tests.support.sites import Message
 #: What a cell waits for is there after so many seconds, or never: a hundred cells share two cores.
 PATIENCE = 90
 
+#: The event that tells of a state.
+EVENTS = {
+    "STARTED": "started",
+    "RETRY": "retried",
+    "SUCCESS": "succeeded",
+    "FAILURE": "failed",
+}
+
 Steps = Generator[Callable[[], Any], None, None]
 Scenario = Callable[["Cell"], Steps]
 
@@ -184,9 +192,10 @@ class Cell:
             states, events = self.stored(task_id), self.events(task_id)
             assert first_seen(states, beside) == found.words["AsyncResult"], states
             assert self.site.result(task_id).state == found.words["AsyncResult"][-1]
-            if "events" in found.words:
-                assert first_seen(events, beside) == found.words["events"], events
-                self._flower(task_id, found.words["events"][-1])
+            if "log" in found.words:
+                shown = [EVENTS[each] for each in found.words["AsyncResult"] if each in EVENTS]
+                assert first_seen(events, beside) == ["received", *shown], events
+                self._flower(task_id, shown[-1])
             for phrase in found.words.get("log", ()):
                 assert self.site.logged(task_id, phrase), (
                     f"no {phrase!r} about {task_id} in the log"

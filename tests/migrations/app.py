@@ -24,7 +24,7 @@ from tests.support.pages import load
 
 SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
 
-PAGES = ("celery-once", "celery-singleton", "celery-heimdall", "redis-lock")
+PAGES = ("celery-once", "celery-singleton", "redis-lock")
 
 #: How long a gate may stay closed before a run gives up: longer than any test waits.
 _GATE_SECONDS = 60

@@ -31,18 +31,13 @@ LIBRARIES = {
         before="migrating_celery_singleton_before.sync",
         after="migrating_celery_singleton_after.sync",
     ),
-    "celery-heimdall": Library(
-        before="migrating_celery_heimdall_before.report",
-        after="migrating_celery_heimdall_after.report",
-        beside=True,
-    ),
     "redis-lock": Library(
         before="migrating_redis_lock_before.sync",
         after="migrating_redis_lock_after.sync",
         drops=True,
     ),
 }
-ONCE, SINGLETON, HEIMDALL, _ = LIBRARIES.values()
+ONCE, SINGLETON, _ = LIBRARIES.values()
 
 each = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
@@ -162,19 +157,8 @@ def test_a_retry_keeps_its_key(shop: Shop, key: str):
     assert (shop.starts(key), shop.ends(key)) == (2, 1)
 
 
-def test_a_key_is_remembered_after_the_end(shop: Shop, key: str):
-    name = "migrating_celery_heimdall_after.remind"
-    first = shop.task(name).delay(key)
-    value = first.get(timeout=PATIENCE)
-    again = shop.task(name).delay(key)
-    assert again.id == first.id
-    assert again.get(timeout=PATIENCE) == value
-    assert shop.app.send_task(name, (key,)).get(timeout=PATIENCE) == value
-    assert shop.starts(key) == 1
-
-
 def test_a_duplicate_by_name_waits_its_turn(shop: Shop, key: str):
-    name = HEIMDALL.after
+    name = ONCE.after
     gate = shop.order("closed1", key)
     first = shop.app.send_task(name, (key,))
     shop.started(key)

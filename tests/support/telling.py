@@ -16,19 +16,19 @@ from tests.support.paths import ROOT
 
 
 class Row(NamedTuple):
-    """What docs/reference.md says of an outcome."""
+    """What docs/options.md says of an outcome."""
 
     states: set[str]
     levels: list[str]
 
 
 def documented() -> dict[str, Row]:
-    """Return the table of the outcomes in docs/reference.md."""
-    text = (ROOT / "docs" / "reference.md").read_text()
+    """Return the table of the outcomes in docs/options.md."""
+    text = (ROOT / "docs" / "options.md").read_text()
     table = text.partition("| outcome | when |")[2].partition("\n\n")[0].splitlines()[2:]
     found = {}
     for line in table:
-        name, _, state, _, level = (cell.strip() for cell in line.strip("|").split("|"))
+        name, _, state, level = (cell.strip() for cell in line.strip("|").split("|"))
         words = re.compile("`([A-Z]+)`")
         found[name.strip("`")] = Row(set(words.findall(state)), words.findall(level))
     return found

@@ -259,7 +259,7 @@ class TestRunning:
 
 
 class TestEndings:
-    """Every row of the table in docs/life-of-a-record.md."""
+    """Every row of the table in docs/internals.md."""
 
     @pytest.mark.parametrize(
         "error",

@@ -73,7 +73,7 @@ def scraped(
 
 
 def documented() -> set[str]:
-    text = fill((ROOT / "docs" / "monitoring.md").read_text())
+    text = fill((ROOT / "docs" / "operating.md").read_text())
     return set(re.findall(r"^\| `(celery_idempotency_\w+)`", text, re.MULTILINE))
 
 
@@ -130,5 +130,5 @@ def test_alerts_and_dashboard_use_names_that_are_served(file: str) -> None:
 
 def test_each_alert_is_explained() -> None:
     alerts = re.findall(r"alert: (\w+)", (ROOT / "docs" / "monitoring" / "alerts.yml").read_text())
-    text = (ROOT / "docs" / "monitoring.md").read_text()
+    text = (ROOT / "docs" / "operating.md").read_text()
     assert re.findall(r"^\| `(Idempotency\w+)`", text, re.MULTILINE) == alerts
