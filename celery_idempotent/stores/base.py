@@ -1,4 +1,4 @@
-"""A store: the public verbs, written once over a look and a swap, and what a store may do beyond them."""
+"""A store: the public verbs, written once over a look and a swap, and the optional abilities of a store."""
 
 from __future__ import annotations
 
@@ -54,28 +54,24 @@ __all__ = ["COUNTED_HOURS", "ServerFacts", "Store", "Transaction"]
 
 T = TypeVar("T")
 
-#: For how many hours a store has its counters.
+#: How long counters are kept.
 COUNTED_HOURS = 30 * 24
 HOUR_MS = 3_600_000
-#: A deadline doubles no more often than that: from a minute to 17 hours.
+#: A deadline doubles at most so often: from a minute to 17 hours.
 _DOUBLINGS = 10
 
-#: The record of a key that was claimed or reserved, or why it cannot be had.
+#: The record of a key that was claimed or reserved, or the reason why it cannot be had.
 Taken: TypeAlias = Record | Held | Settled | Mismatched
-#: The answer of a verb, as the table has it, and the record if one was written.
-Done: TypeAlias = tuple[str, Record | None]
 
 
 def write_cursor(kind: str, *place: int) -> str:
-    """Return where a list goes on: its kind, and numbers that mean something to that kind alone."""
+    """Return the cursor of a list's next page: the kind of list, and numbers that only this kind reads."""
     return ":".join([kind, *map(str, place)])
 
 
 def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
-    """Return the numbers of a cursor, zeros for the start of the list; ``ValueError`` for another kind of list."""
-    if not cursor:
-        return (0,) * count
-    word, *numbers = cursor.split(":")
+    """Return the numbers of a cursor, zeros for the first page; ``ValueError`` for another kind of list."""
+    word, *numbers = (cursor or write_cursor(kind, *[0] * count)).split(":")
     if word != kind or len(numbers) != count or not all(map(str.isdecimal, numbers)):
         raise ValueError("this cursor belongs to another list")
     return tuple(map(int, numbers))
@@ -83,7 +79,7 @@ def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server of a store; ``persistent`` is ``None`` where it does not say whether it saves snapshots."""
+    """One server of a store; ``persistent`` is ``None`` if it does not tell whether it saves snapshots."""
 
     kind: str
     version: str
@@ -92,43 +88,37 @@ class ServerFacts:
 
     @property
     def release(self) -> tuple[int, ...]:
-        """The version as numbers, for comparing."""
+        """The version as two numbers."""
         return tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
 
 
 class Transaction(AbstractContextManager[object], Protocol):
     """A transaction of the store's database that a run is part of: a context, which commits at its end.
 
-    To enter it raises ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble.
+    Entering it raises ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble.
     """
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
-        ...
+        """Write the end state, to be committed with the rest; ``False`` if the key has another token."""
 
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
         """Is it a lost session or, of the settle or the commit (``at_end``), a serialization failure or deadlock?"""
-        ...
 
     def is_other_connection(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""
-        ...
 
     def read_only(self) -> AbstractContextManager[None]:
-        """Refuse writes to the transaction's database: what happens in here outlives a rollback."""
-        ...
+        """Refuse writes to the transaction's database, for the length of a step, which outlives a rollback."""
 
     def committed(self) -> bool:
         """Wait for the end of the transaction that settled the claim: was it committed?"""
-        ...
 
     def abandon(self) -> None:
-        """End the transaction if a time limit, which strikes anywhere, has left it open."""
-        ...
+        """End the transaction, which a time limit may have left open."""
 
 
 class Store(ABC):
-    """Holds the records. A store of your own looks, swaps, and finds what is due; the table decides.
+    """Holds the records. A store of your own looks, swaps, and finds records that are due; the table decides.
 
     Time is the store's own clock, in milliseconds. A verb whose answer was lost may be repeated, and answers as it did
     the first time. Every write after the claim carries the record's token and does nothing for any other. Every verb
@@ -145,83 +135,80 @@ class Store(ABC):
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
 
-    # -- what a store says --
+    # -- each store's own part: here, and `stats`, `list` and `prune` --
 
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
-        """Look at a key and do a verb with that; both again if somebody else wrote in between."""
+        """Look at a key and do a verb with that; both again if another client wrote in between."""
 
+    @abstractmethod
     def _due(self, limit: int) -> Sequence[Identity]:
         """Return keys past their deadline that a sweep may act on, found through an index."""
-        raise NotImplementedError
 
     # -- the verbs --
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if no live claim holds it. A fingerprint that either side lacks is equal to any."""
-        lease_ms, keep_ms = request.lease_ms, request.keep_ms
-        args = VerbArguments(
-            fields_from(request), request.attempt, delay_ms=lease_ms, keep_ms=keep_ms
-        )
+        fields, delay_ms = fields_from(request), request.lease_ms
+        args = VerbArguments(fields, request.attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
         answer = self._take_key("claim", request.identity, args)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is to be published under the task id of the record in the answer."""
-        # Tells who reserves also where the record has another's task id.
+        # Identifies the sender also where the record has another's task id.
         attempt = hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest()
-        delay_ms, fields = request.deadline_ms, {**fields_from(request), "reserved": True}
+        fields, delay_ms = {**fields_from(request), "reserved": True}, request.deadline_ms
         args = VerbArguments(fields, attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
         answer = self._take_key("reserve", request.identity, args)
         return Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew, also one that a sweep ended; ``False`` for each that has another token by now."""
+        """Let each lease start anew, also one that a sweep ended; ``False`` for each with another token."""
         return [self._renew(each) for each in leases]
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, also if the record is gone or swept; ``False`` if the key has another token."""
-        identity = request.record.identity
-        return self._ask("settle", identity, settle_arguments(request))[0] == "settled"
+        return self._ask("settle", request.record.identity, settle_arguments(request))
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
-        Before a retry (``requeue_ms``) one that was reserved or has a message is QUEUED, any with steps INTERRUPTED.
+        A record with steps becomes INTERRUPTED; before a retry (``requeue_ms``) one that was reserved or has a message
+        becomes QUEUED.
         """
         args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
-        return self._ask("release", identity, args)[0] != "lost"
+        return self._ask("release", identity, args)
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner of the PROCESSING record with this token; return it, INTERRUPTED now."""
-        return self._ask("interrupt", identity, VerbArguments(token=token))[1]
+        args = VerbArguments(token=token)
+        return self._at(identity, lambda snapshot: self._do("interrupt", snapshot, args)[1])
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add a step's first result to the claim with this token, swept or not; ``False`` if there is none."""
-        args = VerbArguments(token=token, step=(name, value))
-        return self._ask("checkpoint", identity, args)[0] != "lost"
+        return self._ask("checkpoint", identity, VerbArguments(token=token, step=(name, value)))
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
-        args = VerbArguments({"delivered": True}, token=token)
-        return self._ask("mark_delivered", identity, args)[0] == "marked"
+        return self._ask(
+            "mark_delivered", identity, VerbArguments({"delivered": True}, token=token)
+        )
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
         """Make an INTERRUPTED or stale record with a message QUEUED, or the one with this ``token``."""
         args = VerbArguments({"note": note}, b"", token=token, delay_ms=deadline_ms)
-        return self._ask("requeue", identity, args)[1]
+        return self._at(identity, lambda snapshot: self._do("requeue", snapshot, args)[1])
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
         """Delete the record; with ``token`` or ``state`` only if it has that one. ``False`` if there was none."""
-        return (
-            self._ask("forget", identity, VerbArguments(token=token, state=state))[0] == "forgotten"
-        )
+        return self._ask("forget", identity, VerbArguments(token=token, state=state))
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
@@ -231,11 +218,12 @@ class Store(ABC):
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt up to about ``limit`` records whose lease ran out; any number of sweeps may run at once.
 
-        What is to be sent again becomes QUEUED for ``requeue_ms``, each time for twice as long, at most 1,024 times.
+        A record that is to be sent again becomes QUEUED for ``requeue_ms``, each time for twice as long, up to 1,024
+        times ``requeue_ms``.
         """
         found = list(self._due(limit + 1))
         due = found[:limit]
-        # Sweeps at once shall not all meet at the same record, one after another.
+        # So that concurrent sweeps do not meet at one record after another.
         random.shuffle(due)
         swept = [record for record in self._sweep_all(due, requeue_ms) if record is not None]
         return SweepReport(
@@ -245,27 +233,28 @@ class Store(ABC):
         )
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
-        """Claim or reserve a key; return its record then, or why it cannot be had."""
+        """Claim or reserve a key; return its record, or the reason why it cannot be had."""
         return self._at(identity, lambda snapshot: self._take(verb, snapshot, args))
 
     def _take(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Taken:
-        (answer, taken), now_ms = self._do(verb, snapshot, args), snapshot.now_us // 1000
+        answer, taken = self._do(verb, snapshot, args)
         if taken is not None:
             return taken
         assert snapshot.stored is not None
-        old = snapshot.stored.record
-        match answer:
-            case "held":
-                return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
-            case "settled":
-                return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
+        old, now_ms = snapshot.stored.record, snapshot.now_us // 1000
+        if answer == "held":
+            return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
+        if answer == "settled":
+            return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
         return Mismatched(old)
 
-    def _ask(self, verb: Verb, identity: Identity, args: VerbArguments) -> Done:
-        """Do what the table says about a key."""
-        return self._at(identity, lambda snapshot: self._do(verb, snapshot, args))
+    def _ask(self, verb: Verb, identity: Identity, args: VerbArguments) -> bool:
+        """Do a verb that is answered with yes or no."""
+        answer, _ = self._at(identity, lambda snapshot: self._do(verb, snapshot, args))
+        return answer not in ("lost", "none")
 
-    def _do(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Done:
+    def _do(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> tuple[str, Record | None]:
+        """Apply the table's rule to a snapshot; return its answer, and the record if it wrote one."""
         now_ms = snapshot.now_us // 1000
         rule = decide(verb, snapshot.stored, args, now_ms)
         if rule.then == "deleted":
@@ -280,23 +269,23 @@ class Store(ABC):
 
     def _renew(self, each: Renewal) -> bool:
         args = VerbArguments(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
-        return self._ask("renew", each.identity, args)[0] == "renewed"
+        return self._ask("renew", each.identity, args)
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterable[Record | None]:
         return [self._at(each, lambda snapshot: self._sweep(snapshot, requeue_ms)) for each in due]
 
     def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
-        """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done."""
+        """Interrupt or requeue a record that seemed stale; return it then, else ``None``."""
         requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
         args = VerbArguments({"swept": True}, b"", delay_ms=delay_ms)
         return self._do("sweep", snapshot, args)[1]
 
-    # -- many records: what a store says, too --
+    # -- many records --
 
     @abstractmethod
     def stats(self) -> Stats:
-        """Count the records that an index knows: bounded work, however many are completed."""
+        """Count the records that are not COMPLETED, by indexes: bounded work."""
 
     @abstractmethod
     def list(
@@ -305,45 +294,45 @@ class Store(ABC):
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
         COMPLETED records have no index: a page may be empty and yet have a cursor. Records that come, go or change
-        between two pages may be left out, or come twice. Only INTERRUPTED, or only FAILED ones come newest first.
+        between two pages may be left out or come twice. INTERRUPTED records alone, or FAILED ones, come newest first.
         """
 
     @abstractmethod
     def prune(self, *, limit: int) -> int:
         """Delete up to ``limit`` records past their retention; return how many. Called until there are none."""
 
-    # -- beyond the verbs --
+    # -- optional --
 
-    def close(self) -> None:  # noqa: B027  not every store has something to close
+    def close(self) -> None:  # noqa: B027
         """Close connections; the store may be used again afterwards."""
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:  # noqa: ARG002  see settle_with_result
-        """Can `settle_with_result` store what a result backend with these connections to Redis would store?"""
+        """Can `settle_with_result` write the results of a backend with these connections to Redis?"""
         return False
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
-        """Write the end state and, if that is accepted, the result in the same atomic step, over any but a SUCCESS."""
+        """Write the end state and, in the same atomic step, the result, over any but a SUCCESS."""
         return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
 
     def write_result(self, result: ResultWrite) -> bool:  # noqa: ARG002
-        """Write the result of a duplicate as :meth:`settle_with_result` does; ``False``: its backend is to store it."""
+        """Write the result of a duplicate as :meth:`settle_with_result` does; ``False``: its backend has to."""
         return False
 
     def now_ms(self) -> int:
         """Return the time by the store's clock."""
-        # The shortest question whose answer tells the time, with any store.
+        # The cheapest call whose answer has the time, with any store.
         return self.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
 
     def forget_mark(self, identity: Identity, *, token: int) -> None:
-        """Forget what a run without retention left behind; copies of it, which answer no other task, may stay."""
+        """Forget the mark of a run without retention; copies of it, which answer no other task, may stay."""
         self.forget(identity, token=token)
 
     def joined(self) -> bool:
-        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
+        """Would a verb now become part of a transaction that the caller may still undo?"""
         return False
 
     def without_cache(self) -> Store:
-        """Return the store that decides: this one, or the one behind its cache."""
+        """Return this store, or the one behind its cache."""
         return self
 
     def transaction(self, record: Record | None) -> Transaction:
@@ -361,15 +350,15 @@ class Store(ABC):
         """Note that a sweep ended just now, for ``stats``."""
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:  # noqa: ARG002  nothing to do by default
-        """Look after what else the store holds for this app; the sweep reports the counts with its own."""
+        """Maintain other things that the store holds for this app; the sweep reports the counts with its own."""
         return {}
 
     def facts(self) -> Sequence[ServerFacts]:
-        """Return what concerns the records in how each server is set up: version, eviction, persistence."""
+        """Return the version and settings of each server that concern the records."""
         return ()
 
     def missing_bounds(self) -> Sequence[str]:
-        """Return the options that would bound the waits for a server that stays silent, and are not set."""
+        """Return the options that would bound the waits for a silent server, and are not set."""
         return ()
 
     def atomic_findings(self) -> Sequence[str]:
@@ -377,5 +366,5 @@ class Store(ABC):
         return ()
 
     def missing_rights(self) -> Sequence[str]:
-        """Return the commands of the server that this user needs and may not run."""
+        """Return the server's commands that this user needs and may not run."""
         return ()

@@ -1,10 +1,10 @@
-"""What each verb does with a record: a table, and how a store applies it.
+"""The table of what each verb does with a record in each state, and how a store applies it.
 
-The first rule for the state that a verb finds, and whose condition holds, says what it answers and what is stored then.
+The first rule for the verb and the state whose condition holds decides the answer and the record that is stored then.
 Example: a claim that finds a PROCESSING record skips the rule ``"another fingerprint"`` if the fingerprints agree, and
 stops at ``"within its lease"`` if that has not run out: it answers ``held`` and writes nothing.
 
-Where somebody else writes between the look and the write, the store begins the verb again::
+If another client writes between the look and the write, the store begins the verb again::
 
     worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
     worker B      look: none ─ decide: claimed ─ write: done
@@ -42,42 +42,40 @@ ANY = (*LIVE, *ENDS)
 #: The states that have a deadline.
 LEASED = (QUEUED, PROCESSING)
 
-#: What the next claim or reservation of a key takes over.
+#: The fields that the next claim or reservation of a key takes over.
 HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps", "note")
 CLAIM = (*HISTORY, "reserved")
-#: All but the state, the deadline and the time of the last change.
-WHOLE = tuple(
-    field.name
-    for field in fields(Record)
-    if field.name not in ("identity", "state", "deadline_ms", "updated_ms")
-)
-#: All but the state and the deadline.
-UNCHANGED = (*WHOLE, "updated_ms")
 
 
 def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     return tuple(name for name in fields if name not in left_out)
 
 
+#: All fields but the state and the deadline.
+UNCHANGED = _without(
+    tuple(each.name for each in fields(Record)), "identity", "state", "deadline_ms"
+)
+#: The same without the time of the last change.
+WHOLE = _without(UNCHANGED, "updated_ms")
 _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
-#: What stays of a claim once it is settled; the rest of a settled record comes with the settle.
+#: The fields of a claim that stay once it is settled; the settle brings the others.
 OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
-#: What stays of a claim that a sweep ends.
+#: The fields that stay when a sweep ends a claim.
 RUN = _without(WHOLE, "swept")
-#: What stays when an operator says how it goes on: a new token refuses a run that goes on.
+#: The fields that stay when an operator ends a claim: a new token refuses its run.
 OPERATED = _without(RUN, "token", "note")
 ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
-#: What stays when a reservation is repeated; its transaction may be committed by now.
+#: The fields that stay when a reservation is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
 
 class Rule(NamedTuple):
-    """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
+    """A rule for a record that is ``found`` in one of these states (``None``: there is no record).
 
-    ``then`` is the state of what is stored afterwards, ``None`` where nothing is written. ``carried`` are the fields
-    that it has from the record before; all others are as the verb brings them, or empty: without ``token`` among them
-    it gets a new one, without ``updated_ms`` it has changed now. ``crashes`` and ``attempts`` are added. The record
-    lives for as long as the verb asks (``"anew"``), by as much longer as its deadline is away, or as long as before.
+    ``then`` is the state of the record that is stored, ``None`` if nothing is written. ``carried`` are its fields from
+    the record before; the verb brings the others, or they are empty: without ``token`` among them it gets a new one,
+    without ``updated_ms`` it has changed now. ``crashes`` and ``attempts`` are added. The record lives for as long as
+    the verb asks (``"anew"``), longer by the time until its deadline, or as long as before.
     """
 
     verb: Verb
@@ -92,7 +90,7 @@ class Rule(NamedTuple):
 
 
 def _lost(verb: Verb, *states: State, swept: str = "") -> tuple[Rule, ...]:
-    """Return a verb's rules for a claim that is over; ``swept`` is the answer where a sweep settled it FAILED."""
+    """Return a verb's rules for a claim that is over; ``swept`` is the answer if a sweep settled it FAILED."""
     return (
         Rule(verb, NONE, "", "lost"),
         Rule(verb, ANY, "another token", "lost"),
@@ -106,7 +104,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("claim", NONE, "", "claimed", PROCESSING, attempts=1, life="anew"),
     Rule("claim", ANY, "another fingerprint", "mismatched"),
     Rule("claim", ENDS, "", "settled"),
-    # The answer to this very claim was lost.
+    # The answer to this claim was lost.
     Rule("claim", (PROCESSING,), "the same attempt", "claimed", PROCESSING, UNCHANGED, life="anew"),
     Rule("claim", (PROCESSING,), "within its lease", "held"),
     Rule("claim", (PROCESSING,), "", "claimed", PROCESSING, CLAIM, crashes=1, attempts=1, life="anew"),
@@ -116,7 +114,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("reserve", ANY, "another fingerprint", "mismatched"),
     Rule("reserve", ENDS, "", "settled"),
     Rule("reserve", (PROCESSING,), "", "held"),
-    # The answer to this very reservation was lost, or the first sender publishes again.
+    # The answer to this reservation was lost, or the first sender publishes again.
     Rule("reserve", (QUEUED,), "the same task id, with a message", "reserved", QUEUED,
          _without(SAME_RESERVATION, "message"), life="anew"),
     Rule("reserve", (QUEUED,), "the same task id", "reserved", QUEUED, SAME_RESERVATION, life="anew"),
@@ -131,14 +129,14 @@ TABLE: tuple[Rule, ...] = (
     Rule("renew", (PROCESSING,), "", "renewed", PROCESSING, UNCHANGED, life="anew"),
     # A reservation has no lease, and a key that was given back stays so.
     Rule("renew", (QUEUED, INTERRUPTED), "not swept", "lost"),
-    # The token decides: a sweep came, and nobody has claimed the key since.
+    # The token decides: after a sweep nobody else has claimed the key.
     Rule("renew", (QUEUED, INTERRUPTED), "", "renewed", PROCESSING, RUN, life="anew"),
 
-    # Flushed or evicted: what is carried is the claim's own record.
+    # Flushed or evicted: the claim's own record is carried.
     Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
-    # An operator who saw it fail knows better.
+    # An operator ends a failure in another way.
     Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
     # A run that a sweep gave up has come back.
     Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as asked", OUTCOME, life="anew"),
@@ -193,12 +191,12 @@ TABLE: tuple[Rule, ...] = (
 
 # -- how a store applies it --
 
-#: Fields of a record by their names, each of a type of its own.
+#: Fields of a record by name.
 Fields = dict[str, Any]
 
 
 class StoredRecord(NamedTuple):
-    """A record, and what only its store knows: ``attempt`` is the id of the claim or reservation that wrote it."""
+    """A record with its store's own fields; ``attempt`` is the id of the claim or reservation that wrote it."""
 
     record: Record
     expires_ms: int
@@ -208,10 +206,10 @@ class StoredRecord(NamedTuple):
 
 @dataclass(slots=True, repr=False, eq=False)
 class VerbArguments:
-    """What a verb is asked for, with the ``fields`` that it brings for the record.
+    """The arguments of a verb, with the ``fields`` that it brings for the record.
 
-    ``delay_ms`` is the length of the lease, or how far away the deadline is. ``claim`` is the record that is to be
-    settled: where none is stored any more, its fields are carried over.
+    ``delay_ms`` is the length of the lease, or the time until the deadline. ``claim`` is the record to be settled: its
+    fields are carried over if none is stored any more.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -227,12 +225,15 @@ class VerbArguments:
 
 
 def settle_arguments(request: SettleRequest) -> VerbArguments:
-    """Return what a settle asks for."""
-    record, restore = request.record, request.restore
-    fields, keep_ms = fields_from(request), max(request.keep_ms, 1)
-    state = None if restore else record.state
+    """Return the arguments of a settle."""
     return VerbArguments(
-        fields, b"", keep_ms=keep_ms, token=record.token, state=state, restore=restore, claim=record
+        fields_from(request),
+        b"",
+        keep_ms=max(request.keep_ms, 1),
+        token=request.record.token,
+        state=None if request.restore else request.record.state,
+        restore=request.restore,
+        claim=request.record,
     )
 
 
@@ -243,7 +244,7 @@ def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
     return names, attrgetter(*names)
 
 
-#: Of each request the fields that a record takes as they are: those of the same name.
+#: The fields of each request that a record takes: those of the same name.
 _SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
 
 
@@ -254,14 +255,13 @@ def fields_from(request: ClaimRequest | ReserveRequest | SettleRequest) -> Field
 
 
 def _before_deadline(stored: StoredRecord, _: VerbArguments, now_ms: int) -> bool:
-    """At the very millisecond of its deadline a lease is over."""
     deadline_ms = stored.record.deadline_ms
-    return deadline_ms is not None and deadline_ms > now_ms
+    return deadline_ms is not None and deadline_ms > now_ms  # at that millisecond it is over
 
 
-#: Does a condition hold for what is stored, what is asked for, and now?
+#: The conditions of rules, on the stored record, the verb's arguments, and the time in ms.
 _CONDITIONS: dict[str, Callable[[Any, VerbArguments, int], bool]] = {
-    # One that is ``None`` is equal to any.
+    # ``None`` is equal to any.
     "another fingerprint": lambda s, a, _: (
         len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
     ),
@@ -300,13 +300,12 @@ _CONDITIONS: dict[str, Callable[[Any, VerbArguments, int], bool]] = {
 def after(
     rule: Rule, stored: StoredRecord | None, args: VerbArguments, now_ms: int, token: int
 ) -> StoredRecord:
-    """Return what a rule stores next; ``token`` is what a new claim or reservation gets."""
+    """Return the record that a rule stores; ``token`` is that of a new claim or reservation."""
     old = args.claim if stored is None else stored.record
     fields: Fields = {**args.fields, "attempts": rule.attempts, "updated_ms": now_ms}
     delay_ms, carried = args.delay_ms or 0, rule.carried
     if rule.then != "as asked":
         fields["state"] = rule.then
-    # What is not carried over is made anew, if the next state has such a field.
     if rule.then in LEASED and "deadline_ms" not in carried:
         fields["deadline_ms"] = now_ms + delay_ms
     if not carried:  # the first record of this key
@@ -321,7 +320,7 @@ def after(
             fields["steps"] = (*old.steps, args.step)
     if "token" not in carried:
         fields["token"] = token
-        # None stands for any: what a caller does not say stays known from the caller before.
+        # ``None`` stands for any: then the one from before stays known.
         if fields["fingerprint"] is None:
             fields["fingerprint"] = args.fields.get("fingerprint")
     record = Record(**fields)
@@ -350,7 +349,7 @@ def decide(verb: Verb, stored: StoredRecord | None, args: VerbArguments, now_ms:
 
 
 class Snapshot(ABC):
-    """What one look found: what is ``stored`` unless it has expired, the store's time, the largest token known."""
+    """The result of a look: the ``stored`` record unless it has expired, the time, the largest token known."""
 
     stored: StoredRecord | None
     now_us: int
@@ -358,8 +357,8 @@ class Snapshot(ABC):
 
     @abstractmethod
     def write(self, after: StoredRecord) -> None:
-        """Store this instead of what the look found."""
+        """Store this record in place of the one that was found."""
 
     @abstractmethod
     def remove(self, *, forget: bool) -> None:
-        """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
+        """Delete the record that was found; unless it is to be forgotten, a trace may stay for a while."""

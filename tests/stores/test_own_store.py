@@ -27,7 +27,7 @@ class _Verbs(Store):
 
 
 OwnStore: Any = type(
-    "OwnStore", (_Verbs,), {name: _forwarded(name) for name in (*Store.__abstractmethods__, "_due")}
+    "OwnStore", (_Verbs,), {name: _forwarded(name) for name in Store.__abstractmethods__}
 )
 
 

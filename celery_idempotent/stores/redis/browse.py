@@ -11,12 +11,12 @@ from celery_idempotent.stores.base import read_cursor, write_cursor
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis.servers import Link, Reply, exchange, pairs, plain
 
-#: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
-#: It may have an operator's note of 600 letters, and a task id that is no UUID, each letter of up to 4 bytes.
+#: The last byte read of each record, before its value, message and steps, which may be megabytes. There may be an
+#: operator's note of 600 characters and a task id that is no UUID, each character of up to 4 bytes.
 _SUMMARY = b"3999"
-#: How many keys are read at once, or looked for by one step of a scan.
+#: The number of keys that one trip reads, or one step of a scan looks for, at most.
 _STEP = 500
-#: How many names of each index are read at first, and how many more of one that has more.
+#: The number of names that are read of each index at first, and then of one that has more.
 _FIRST, _MORE = 16, 64
 _INDEXES = {State.FAILED: layout.FAILURES, State.INTERRUPTED: layout.INTERRUPTED}
 
@@ -39,11 +39,11 @@ class Search:
         kinds = [index for state, index in _INDEXES.items() if state in wanted]
         if not wanted <= _INDEXES.keys():
             kinds.append(layout.LEASES)
-        kind = b"".join(kinds).decode()  # its cursors lead on in the same indexes only
+        kind = b"".join(kinds).decode()
         score, same = read_cursor(cursor, kind, 2)
         entries = itertools.islice(self._entries(kinds, score), same, None)
         while self._looked_at < look_at and len(self._found) < self._limit:
-            # Usually the first ones fill the page. If a filter leaves few of them, the steps get larger.
+            # The first step usually fills the page; the steps after that are larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
             records = self._wanted([name for _, name in step])
@@ -60,36 +60,33 @@ class Search:
         return self._page(kind, score, same)
 
     def scan(self, cursor: str, look_at: int) -> Page:
-        """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how many keys a step looks for.
+        """Scan all keys; the cursor is a node, and the cursor of its ``SCAN``.
 
-        The same step, asked for again, may give other keys in another order once the server has resized its table. A
-        page ends between two steps: one with more than it has room for is left to the next page, or made smaller.
+        A page ends between two steps, for a step that is repeated may give other keys, or give them in another order.
         """
-        number, at, count = read_cursor(cursor, "s", 3)
-        count = count or _STEP
-        nodes = self._link.nodes()
+        number, at = read_cursor(cursor, "s", 2)
+        count, nodes = min(self._limit, _STEP), self._link.nodes()
         while number < len(nodes) and len(self._found) < self._limit and self._looked_at < look_at:
             step = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % count)
             ((after, names),) = exchange(self._link, [plain(*step, node=nodes[number])])
             # A step looks at about so many keys, those of other applications included.
             self._looked_at += max(len(names), count)
-            found = list(self._wanted(names).values())
-            room = self._limit - len(self._found)
+            found, room = self._wanted(names).values(), self._limit - len(self._found)
             if len(found) > room and (self._found or count > 1):
-                count = max(count * self._limit // (len(found) + 1), 1)
                 if self._found:
-                    break
+                    break  # the next page has them
+                count //= 2
                 continue
             self._found += found
-            if len(found) < room // 4:
+            if 4 * len(found) < room:
                 count = min(2 * count, _STEP)
             # redis-py's client of a Cluster has the cursor of each node.
             (at,) = map(int, after.values() if isinstance(after, dict) else (after,))
             number += not at
-        return self._page("s", number, at, count) if number < len(nodes) else self._page()
+        return self._page("s", number, at) if number < len(nodes) else self._page()
 
     def _entries(self, kinds: Sequence[bytes], highest: int) -> Iterator[tuple[int, bytes]]:
-        """Yield scores and names in all indexes from a score on, 0 for the highest."""
+        """Yield scores and names of all indexes, downwards from a score (0: from the highest)."""
         indexes = [index for kind in kinds for index in self._keys.index(kind)]
         start = b"%d" % highest if highest else b"+inf"
         how = start, b"-inf", b"BYSCORE", b"REV", b"WITHSCORES", b"LIMIT"
@@ -98,23 +95,23 @@ class Search:
             place = b"%d" % at, b"%d" % size
             return exchange(self._link, [plain(b"ZRANGE", index, *how, *place) for index in some])
 
-        def entries(index: bytes, told: Reply) -> Iterator[tuple[int, bytes]]:
+        def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
             at, size = 0, _FIRST
             while True:
-                found = pairs(told)
-                yield from (
-                    (int(float(score)), name) for name, score in found if name != layout.MARK
-                )
+                found = pairs(answer)
+                for name, score in found:
+                    if name != layout.MARK:
+                        yield int(float(score)), name
                 if len(found) < size:
                     return
                 at, size = at + size, _MORE
-                (told,) = ask([index], at, size)
+                (answer,) = ask([index], at, size)
 
-        told = zip(indexes, ask(indexes, 0, _FIRST), strict=True)
-        return heapq.merge(*(entries(*each) for each in told if each[1]), key=lambda e: -e[0])
+        answers = zip(indexes, ask(indexes, 0, _FIRST), strict=True)
+        return heapq.merge(*(entries(*each) for each in answers if each[1]), key=lambda e: -e[0])
 
     def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
-        """Read those records with these names that are there and wanted; of thousands of names often none is."""
+        """Read the records with these names; return those that are wanted, often none of thousands."""
         named = [name for name in names if self._is_named(name)]
         reads = [plain(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
         found: dict[bytes, Record] = {}
@@ -126,7 +123,7 @@ class Search:
         return found
 
     def _is_named(self, name: bytes) -> bool:
-        # The end first: of a million names, all are looked at for one key.
+        # The end first, which is fast: a search for one key looks at a million names.
         return name.endswith(self._ends) and self._selection.names(self._keys.identity(name))
 
     def _page(self, kind: str = "", *place: int) -> Page:

@@ -105,7 +105,7 @@ _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
 _LETTERS = {state: letter.encode() for state, letter in LETTERS.items()}
 _STATES = {letter: state for state, letter in _LETTERS.items()}
 #: The first bytes of each state's records.
-STARTS = {state: letter + bytes((VERSION,)) for state, letter in _LETTERS.items()}
+STARTS: Mapping[object, bytes] = {s: letter + bytes((VERSION,)) for s, letter in _LETTERS.items()}
 
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -79,8 +79,15 @@ class Server:
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from another connection if the first was dead."""
         packed = [b"".join(map(_packed, commands))]
+        if self._pid != os.getpid():
+            # After a fork these are the parent's, which redis-py closes without shutting them down.
+            self._idle, self._pid = [], os.getpid()
         try:
-            return self._exchange(self._take(), packed, len(commands))
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+            return self._exchange(connection, packed, len(commands))
         except exceptions.ConnectionError as error:
             if isinstance(error, _LOGIN_ERRORS):
                 raise
@@ -109,15 +116,6 @@ class Server:
             connection.disconnect()
         return answers
 
-    def _take(self) -> Any:
-        if self._pid != os.getpid():
-            # After a fork these are the parent's, which redis-py closes without shutting them down.
-            self._idle, self._pid = [], os.getpid()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._connect()
-
     def _connect(self) -> Any:
         connection = self.pool.connection_class(**self.pool.connection_kwargs)
         # Explicitly: a Sentinel's connection would send a first command to localhost.
@@ -141,8 +139,9 @@ _SIZES = [b"\r\n$%d\r\n" % size for size in range(1024)]
 def _packed(command: Command) -> bytes:
     """Return a command as it is sent, in a fraction of the time that redis-py's packer takes."""
     words = command.words
-    starts = [_SIZES[n] if n < 1024 else b"\r\n$%d\r\n" % n for n in map(len, words)]
-    parts = [start + word for start, word in zip(starts, words, strict=True)]
+    parts = [
+        (_SIZES[n] if (n := len(word)) < 1024 else b"\r\n$%d\r\n" % n) + word for word in words
+    ]
     return b"*%d%b\r\n" % (len(words), b"".join(parts))
 
 

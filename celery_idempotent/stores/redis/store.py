@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,7 @@ from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
 from celery_idempotent.stores.redis.browse import Search
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs, plain
-from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb, VerbArguments, fields_from
+from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb, VerbArguments
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -42,7 +43,7 @@ T = TypeVar("T")
 #: The token and the time that a new record got.
 _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
-_QUEUED, _PROCESSING, _FAILED = State.QUEUED, State.PROCESSING, State.FAILED
+_PROCESSING, _FAILED = State.PROCESSING, State.FAILED
 _LOST = SettledWith.LOST
 _SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
 #: The fields that a settle carries over, without those that its script copies.
@@ -86,27 +87,16 @@ class RedisStore(Store):
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
-        state, attempts = (_PROCESSING, 1) if verb == "claim" else (_QUEUED, 0)
-        lease_ms = args.delay_ms or 0
+        rule, lease_ms = table.decide(verb, None, args, 0), args.delay_ms or 0
         tail = layout.pack_tail(args.fields, attempt=args.attempt or b"")
         times = b"%d" % lease_ms, b"%d" % (lease_ms + args.keep_ms)
-        keys = self._keys.of_record(identity)
-        call = _CLAIM.call(keys[:2], *times, layout.STARTS[state], b"%d" % attempts, tail)
+        keys = self._keys.of_record(identity)[:2]
+        call = _CLAIM.call(keys, *times, layout.STARTS[rule.then], b"%d" % rule.attempts, tail)
         (found,) = exchange(self._link, (call,))
         if not isinstance(found, bytes):
-            return self._at(
-                identity, lambda snapshot: self._take(verb, snapshot, args), found, keys
-            )
+            return self._at(identity, lambda snapshot: self._take(verb, snapshot, args), found)
         token, now_ms = _STAMP.unpack(found)
-        return Record(
-            state=state,
-            token=token,
-            created_ms=now_ms,
-            updated_ms=now_ms,
-            deadline_ms=now_ms + lease_ms,
-            attempts=attempts,
-            **args.fields,
-        )
+        return table.after(rule, None, args, now_ms, token).record
 
     def settle(self, request: SettleRequest) -> bool:
         return self._settle(request) is not _LOST
@@ -126,7 +116,7 @@ class RedisStore(Store):
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
-            fields = fields_from(request)
+            fields = table.fields_from(request)
             fields.update(zip(_CARRIED, _carried_by(record), strict=True))
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
             life = b"%d" % max(request.keep_ms, 1)
@@ -162,11 +152,9 @@ class RedisStore(Store):
     ) -> bool:
         keys = self._keys.of_record(identity)[:2]
         (found,) = self._exchange(_END.call(keys, layout.pack_own(token)))
-        if isinstance(found, bytes):
-            return True
-        args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
-        done, _ = self._at(identity, lambda snapshot: self._do("release", snapshot, args), found)
-        return done != "lost"
+        return isinstance(found, bytes) or super().release(
+            identity, token=token, requeue_ms=requeue_ms, note=note
+        )
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew, all in one trip; those that a sweep has ended take more."""
@@ -178,19 +166,13 @@ class RedisStore(Store):
         answers = zip(leases, self._exchange(*calls), strict=True)
         return [answer == b"renewed" or self._renew(each) for each, answer in answers]
 
-    def _at(
-        self,
-        identity: Identity,
-        verb: Callable[[Snapshot], T],
-        found: Reply = None,
-        keys: Sequence[bytes] = (),
-    ) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Snapshot], T], found: Reply = None) -> T:
         """Do a verb with a script's answer (``found``) or a look; again if another client wrote since."""
-        keys, highest = keys or self._keys.of_record(identity), 0
+        highest = 0
         while True:
             if found is None:
-                (found,) = self._exchange(_CLAIM.call(keys[:1]))
-            snapshot = RedisSnapshot(identity, keys, found, highest)
+                (found,) = self._exchange(_CLAIM.call(self._keys.of_record(identity)[:1]))
+            snapshot = RedisSnapshot(identity, self._keys, found, highest)
             result = verb(snapshot)
             (written,) = self._exchange(snapshot.swap) if snapshot.swap else (1,)
             if written == 1:
@@ -208,16 +190,14 @@ class RedisStore(Store):
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterator[Record | None]:
         """Decide about some records at a time, with two trips: one to look, one to write."""
         for at in range(0, len(due), _PER_TRIP):
-            named = [(each, self._keys.of_record(each)) for each in due[at : at + _PER_TRIP]]
-            answers = self._exchange(*[_CLAIM.call(keys[:1]) for _, keys in named])
+            some = due[at : at + _PER_TRIP]
+            looks = [_CLAIM.call(self._keys.of_record(each)[:1]) for each in some]
             swept, swaps = [], []
-            for each, answer in zip(named, answers, strict=True):
-                try:
-                    snapshot = RedisSnapshot(*each, answer)
-                except StoreMisconfigured:
-                    continue  # left to the newer version that wrote it
-                swept.append(self._sweep(snapshot, requeue_ms))
-                swaps.append(snapshot.swap or snapshot.mend())
+            for each, answer in zip(some, self._exchange(*looks), strict=True):
+                with suppress(StoreMisconfigured):  # left to the newer version that wrote it
+                    snapshot = RedisSnapshot(each, self._keys, answer)
+                    swept.append(self._sweep(snapshot, requeue_ms))
+                    swaps.append(snapshot.swap or snapshot.mend())
             # A record that another client wrote meanwhile is left to that, or to the next sweep.
             for record, written in zip(swept, self._exchange(*swaps), strict=True):
                 yield record if written == 1 else None
@@ -316,10 +296,10 @@ class RedisSnapshot(Snapshot):
     swap: Command | None = None
 
     def __init__(
-        self, identity: Identity, keys: Sequence[bytes], answer: Reply, highest: int = 0
+        self, identity: Identity, keys: layout.Keyspace, answer: Reply, highest: int = 0
     ) -> None:
         found, left_ms, seconds, micros = answer
-        self._keys = keys
+        self._identity, self._keys = identity, keys
         self._packed: bytes = found or b""
         self.now_us = int(seconds) * 1_000_000 + int(micros)
         self.stored, self.highest = None, highest
@@ -354,11 +334,9 @@ class RedisSnapshot(Snapshot):
         return self._swap(self._packed, b"", 0, _IN_LEASES)
 
     def _swap(
-        self, packed: bytes, enters: bytes, score: int, leaves: bytes, *anew: bytes
+        self, packed: bytes, enters: bytes, score: int, leaves: bytes, *life_and_token: bytes
     ) -> Command:
-        life, token = anew or (b"", b"")
-        leaves = leaves if leaves != enters else b""
-        head = self._packed[: layout.HEAD.size]
-        args = head, packed, life, token, enters, b"%d" % score, leaves
-        self.swap = _SWAP.call(self._keys, *args)
+        anew, leaves = life_and_token or (b"", b""), leaves if leaves != enters else b""
+        head, keys = self._packed[: layout.HEAD.size], self._keys.of_record(self._identity)
+        self.swap = _SWAP.call(keys, head, packed, *anew, enters, b"%d" % score, leaves)
         return self.swap
