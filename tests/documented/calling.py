@@ -77,19 +77,6 @@ def link_canvas(s: Stage) -> None:
     assert s.get(other) == 2
 
 
-@scenario("a link that has a link calls it, too")
-def link_of_link(s: Stage) -> None:
-    second = s.add.s(100)
-    first = s.add.s(10)
-    first.link(second)
-    result = s.add.apply_async((1, 1), link=first)
-    assert s.get(result) == 2
-    s.wait(lambda: result.children)
-    s.get(result.children[0])
-    s.wait(lambda: result.children[0].children)
-    assert s.get(result.children[0].children[0]) == 112
-
-
 @scenario("several errbacks run in their order, whatever their style")
 def errbacks(s: Stage) -> None:
     result = s.fail.apply_async(

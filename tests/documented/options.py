@@ -72,11 +72,6 @@ def _errbacks(s: Stage) -> list[str]:
     return [each for each in found if "success" in s.kinds(each)]
 
 
-@scenario("a task acknowledges late where it says so", slow=True)
-def acks_late(s: Stage) -> None:
-    assert s.note("acknowledged", _acknowledged(s, s.works_late)) is False
-
-
 @scenario("a task that says nothing acknowledges early", slow=True, differs="late-acknowledgement")
 def acks_default(s: Stage) -> None:
     assert s.note("acknowledged", _acknowledged(s, s.works)) is not s.ours

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,18 +94,12 @@ class Side:
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._capturing = threading.Event()
         self._backends: list[Any] = []
-        self._children: list[int] = []
 
     def start(self) -> None:
         self._receiver.start()
         assert self._capturing.wait(PATIENCE), "no connection for events"
         for worker in self._workers:
             worker.start()
-        self._children = self.worker.children()
-
-    def deaths(self) -> set[int]:
-        """Return the processes that the first worker has lost."""
-        return {*self._children} - {*self.worker.children()}
 
     def close(self) -> None:
         self._stop.set()
@@ -310,9 +303,6 @@ class Stage:
         path = self.side.recorder.path.with_name(f"gate-{self.side.name}-{number}")
         yield path
         path.touch()
-
-    def elapsed(self) -> float:
-        return time.monotonic()
 
 
 def _portrait(result: Any, *, family: bool = True) -> Any:

@@ -63,9 +63,3 @@ def test_tasks(theatre, scenario):
 @each(CANVAS)
 def test_canvas(theatre, scenario):
     compare(theatre, scenario)
-
-
-def test_no_two_processes_of_a_worker_died_side_by_side(sides):
-    """Then Celery runs a task twice now and then: what ends its process goes to ``Stage.mortal``."""
-    for side in sides:
-        assert len(side.deaths()) <= 1, "the one that is terminated"
