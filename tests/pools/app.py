@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from celery.signals import celeryd_after_setup
 from celery.utils.dispatch import Signal
 
 from celery_idempotent import IdempotentTask, current_claim, signals
@@ -20,8 +18,6 @@ from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
 #: The settings of a worker, as JSON.
 SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
-#: A key that the worker's main process is to use in every way before its pool starts.
-BEFORE_VARIABLE = "CELERY_IDEMPOTENT_TEST_BEFORE"
 
 #: How long a gate may stay closed before a run gives up: longer than any test waits.
 _GATE_SECONDS = 60
@@ -41,9 +37,9 @@ def make_app(settings: dict[str, Any]) -> Celery:
         idempotency_fingerprint=("key",),
     )
     keyed(name="work")(work)
-    keyed(name="waiting", idempotency_on_conflict="wait", idempotency_wait=30)(work)
+
     keyed(name="looking")(looking)
-    keyed(name="purchase")(purchase)
+
     return app
 
 
@@ -67,21 +63,6 @@ def looking(self: Any, key: str, gate: str) -> list[str]:
         seen[repr(claim and (claim.key, claim.token == token, claim is self.idempotency))] = None
     _note("effect", key)
     return list(seen)
-
-
-def purchase(self: Any, key: str, gate: str = "") -> str:
-    """Charge once, however often the rest is tried."""
-    _note("start", key)
-    receipt = self.idempotency.step("charge", partial(_charge, key))
-    _note("charged", key)
-    wait_at(gate)
-    _note("effect", key)
-    return str(receipt)
-
-
-def _charge(key: str) -> str:
-    _note("charge", key)
-    return uuid.uuid4().hex
 
 
 def _note(phase: str, key: str) -> None:
@@ -116,22 +97,8 @@ def _note_signals() -> None:
             each.connect(partial(note, name), weak=False)
 
 
-def _use_everything(**_: Any) -> None:
-    """Claim, run, fail, publish and read in the main process, before there is a pool."""
-    key = os.environ[BEFORE_VARIABLE]
-    assert app is not None
-    task: Any = app.tasks["work"]
-    assert task.apply((key,)).state == "SUCCESS"
-    with contextlib.suppress(Exception):
-        task.apply((key, "a gate that", "there is no argument for"))
-    assert task.idempotency_record(key) is not None
-    task.apply_async((f"{key}-published",))
-
-
 app: Celery | None = None
 
 if SETTINGS_VARIABLE in os.environ:
     app = make_app(json.loads(os.environ[SETTINGS_VARIABLE]))
     _note_signals()
-    if BEFORE_VARIABLE in os.environ:
-        celeryd_after_setup.connect(_use_everything, weak=False)

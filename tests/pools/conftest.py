@@ -19,7 +19,7 @@ from celery_idempotent import State, get_store
 from tests.pools import app as app_module
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
-from tests.support.servers import EmbeddedRedis, RabbitMQ, embedded_redis
+from tests.support.servers import EmbeddedRedis, embedded_redis
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
@@ -63,8 +63,8 @@ class Site:
     def open(self, gate: str) -> None:
         app_module.gate_path(self.directory, gate).touch()
 
-    def record(self, key: str, task: str = "work") -> Any:
-        found: Any = self.app.tasks[task]
+    def record(self, key: str) -> Any:
+        found: Any = self.app.tasks["work"]
         return found.idempotency_record(key)
 
     def count(self, phase: str, key: str) -> int:
@@ -93,12 +93,12 @@ class Site:
         assert result.state == state, f"{result.result!r}\n{self.logs()}"
         return result.result
 
-    def completed(self, key: str, task: str = "work") -> None:
+    def completed(self, key: str) -> None:
         """Wait until the record is completed."""
         wait_for(
-            lambda: (record := self.record(key, task)) and record.state is State.COMPLETED,
+            lambda: (record := self.record(key)) and record.state is State.COMPLETED,
             PATIENCE,
-            lambda: f"the end of {key}: {self.record(key, task)}\n{self.logs()}",
+            lambda: f"the end of {key}: {self.record(key)}\n{self.logs()}",
             interval=0.05,
         )
 
@@ -147,18 +147,6 @@ def open_site(
             return site
 
         yield open_site
-
-
-@pytest.fixture
-def open_on_rabbitmq(
-    rabbitmq: RabbitMQ, rabbitmq_queue: str, open_site: Callable[..., Site]
-) -> Callable[..., Site]:
-    """As ``open_site``, with a broker that notices at once when a worker dies."""
-
-    def open_on_rabbitmq(**settings: Any) -> Site:
-        return open_site(broker_url=rabbitmq.url, task_default_queue=rabbitmq_queue, **settings)
-
-    return open_on_rabbitmq
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 
 import celery
@@ -68,20 +67,6 @@ def test_each_of_many_greenlets_sees_its_own_claim(site: Site, key: str, gate: s
         assert site.count("effect", each) == 1
 
 
-class TestConflicts:
-    def test_those_that_wait_are_answered_while_the_holder_goes_on(
-        self, site: Site, key: str, gate: str
-    ):
-        first = site.send("waiting", key, gate)
-        site.noted("start", key)
-        others = [site.send("waiting", key, gate) for _ in range(10)]
-        wait_for(lambda: all(each.state == "STARTED" for each in others), 20, "all to wait")
-        site.open(gate)
-        assert [site.value(each) for each in others] == [site.value(first)] * 10
-        assert (site.count("effect", key), site.count("signal replayed", key)) == (1, 10)
-        assert site.count("signal conflicted", key) == 0
-
-
 class TestEnds:
     def test_a_killed_greenlet_gives_its_key_back(self, site: Site, pool: str, key: str, gate: str):
         if pool == "gevent" and celery.VERSION[:2] < (5, 5):
@@ -115,28 +100,3 @@ class TestEnds:
         assert (site.count("start", key), site.count("effect", key)) == (2, 1)
         assert "could not look after" not in site.workers[0].log
         assert "Traceback" not in site.workers[0].log.partition("Hard time limit")[2]
-
-    @pytest.mark.rabbitmq
-    def test_what_a_killed_worker_held_runs_again_after_its_lease(
-        self, open_on_rabbitmq: Callable[..., Site], pool: str, key: str, gate: str
-    ):
-        site = open_on_rabbitmq(idempotency_lease=3)
-        lost = site.worker(pool, concurrency=5)
-        keys = [f"{key}-{number}" for number in range(3)]
-        sent = [site.send("purchase", each, gate) for each in keys]
-        for each in keys:
-            site.noted("charged", each)
-        killed = time.time()
-        lost.kill()
-        site.open(gate)
-        site.worker(pool, concurrency=5)
-        for each, result in zip(keys, sent, strict=True):
-            receipt = site.value(result)
-            counts = [site.count(phase, each) for phase in ("start", "charge", "effect")]
-            assert counts == [2, 1, 1], f"{each}: {site.ledger.entries()}"
-            record = site.record(each, "purchase")
-            assert (record.state, record.crashes) == (State.COMPLETED, 1)
-            second = site.ledger.entries("start", each)[1]
-            assert second.time > killed + 0.5, "its claim was renewed just before"
-            assert site.value(site.send("purchase", each)) == receipt
-            assert site.count("charge", each) == 1

@@ -46,16 +46,6 @@ def result(program: subprocess.Popen[str]) -> Any:
     return json.loads(out)
 
 
-@KINDS
-def test_the_heartbeat_renews_and_lets_others_have_their_turn(kind: str):
-    """Also if it is late, after the library was imported, as a server patches that loads the application first."""
-    started = {when: start("beating.py", kind, when) for when in ("early", "late")}
-    for when, found in {when: result(each) for when, each in started.items()}.items():
-        assert found["renewals"] == 1, when  # of all claims at once
-        assert not any(found["lost"]), when
-        assert found["longest"] < 0.6, f"{when}: it waited with the whole process until 1 s"
-
-
 @pytest.mark.redis
 @KINDS
 def test_nobody_gets_the_answer_to_one_who_was_killed(kind: str, databases: Iterator[str]):

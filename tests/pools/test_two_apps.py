@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotentTask, current_claim, get_store, signals
+from celery_idempotent import IdempotentTask, get_store
 
 NAMES = ("shop", "bank")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -43,14 +42,6 @@ def _define(name: str, apps: dict[str, Celery]) -> None:
         record = self.idempotency.record
         return [name, self.request.id, record.deadline_ms - record.updated_ms]
 
-    @app.task(name="relay", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
-    def relay(self: Any, key: str) -> list[Any]:
-        """Call the same task of both apps, with one key."""
-        other = apps["bank" if name == "shop" else "shop"]
-        called = [each.tasks["work"].apply((key,)).get() for each in (other, app)]
-        assert current_claim() is self.idempotency
-        return called
-
 
 def test_the_same_task_with_the_same_key_runs_once_in_each(apps: dict[str, Celery]) -> None:
     kept = {}
@@ -64,21 +55,3 @@ def test_the_same_task_with_the_same_key_runs_once_in_each(apps: dict[str, Celer
         kept[name] = record.value.content_type
     assert kept == {"shop": "application/json", "bank": "application/x-python-serialize"}
     assert get_store(apps["shop"]) is not get_store(apps["bank"])
-
-
-@pytest.mark.parametrize(("name", "other"), [NAMES, NAMES[::-1]])
-def test_what_one_calls_of_the_other_is_the_others(
-    apps: dict[str, Celery], name: str, other: str
-) -> None:
-    told: Counter[tuple[str, str]] = Counter()
-
-    def tell(sender: Any, **_: Any) -> None:
-        told[sender.app.main, sender.name] += 1
-
-    for signal in (signals.claimed, signals.settled):
-        signal.connect(tell)
-    there, here = apps[name].tasks["relay"].apply(("k",)).get()
-    assert [there[0], here[0]] == [other, name]
-    assert told == {(name, "relay"): 2, (name, "work"): 2, (other, "work"): 2}
-    relay: Any = apps[other].tasks["relay"]
-    assert relay.idempotency_record("k") is None

@@ -1,11 +1,7 @@
-"""A pytest plugin for the runs of Celery's suites: puts every task on our class, and writes down how each test ended.
+"""A pytest plugin for the runs of Celery's suite: puts every task on our class, and writes down how each test ended.
 
-What it does beyond ``Celery.task_cls = ...``, all of it announced in the documentation:
-
-- ``idempotency_store`` gets a default, because the apps of these tests have no Redis. It is put where Celery keeps its
-  own defaults, so no test finds a setting that it did not make. In the unit tests each app then has a memory store of
-  its own, and the fixture ``celery_app`` makes an app for each test; in the integration tests it is one Redis database
-  for all of them. No record is ever forgotten or flushed between tests.
+``idempotency_store`` gets a default, because the apps of these tests have no Redis. It is put where Celery keeps its
+own, so no test finds a setting that it did not make.
 """
 
 from __future__ import annotations
@@ -18,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 import celery
 import celery.app.defaults
 import pytest
-import redis
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 #: Which class the tasks get: Celery's or ours.
 CLASS_VARIABLE = "UPSTREAM_TASK_CLASS"
-#: The value of ``idempotency_store``.
-STORE_VARIABLE = "UPSTREAM_STORE"
 #: Tests, one a line, that are known to wait with our class until they are stopped.
 WAITS_VARIABLE = "UPSTREAM_WAITS"
 #: The file that gets one line of JSON for each report.
@@ -41,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     celery.Celery.task_cls = "celery_idempotent:IdempotentTask"
     defaults: dict[str, Any] = celery.app.defaults.DEFAULTS
-    defaults["idempotency_store"] = os.environ[STORE_VARIABLE]
+    defaults["idempotency_store"] = "memory://"
     _count()
 
 
@@ -101,11 +94,6 @@ class Reporter:
         )
 
     def pytest_sessionfinish(self) -> None:
-        store = os.environ[STORE_VARIABLE]
-        if store.startswith("redis://"):
-            with redis.Redis.from_url(store) as client:
-                records = sum(1 for _ in client.scan_iter(match="idem:{*}:*", count=1000))
-            self._write(records=records)
         self._file.close()
 
     def _write(self, **line: Any) -> None:
