@@ -1,8 +1,4 @@
-"""Checks how an app, its store and its broker are set up for idempotent tasks.
-
-``check_settings`` looks at the app alone, without any server; ``check_store`` asks the store and its servers. A worker
-that starts runs both in a thread and logs a line for each finding.
-"""
+"""Checks of an app, its store and its broker; a worker that starts runs them and logs a line for each finding."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that can go wrong. ``id`` begins with E where tasks will not run, with W where they will."""
+    """Something that can go wrong. ``id`` begins with E where tasks will not run, else with W."""
 
     id: str
     problem: str
@@ -111,7 +107,7 @@ def check(app: AnyCelery) -> list[Finding]:
 
 
 def check_settings(app: AnyCelery) -> list[Finding]:
-    """Return the findings that need no server, once all of the app's tasks are imported."""
+    """Return the findings about the app and its settings, without asking a server; imports the app's tasks."""
     store, tasks, errors = _open(app)
     if store is None:
         return errors
@@ -135,7 +131,7 @@ def check_settings(app: AnyCelery) -> list[Finding]:
 
 
 def _find_broadcast(app: AnyCelery, tasks: Iterable[Definition]) -> list[Definition]:
-    """Return the tasks that are routed to a fanout exchange, which gives each message to all of its queues."""
+    """Return the tasks that are routed to a fanout exchange."""
     queues: Iterable[Any] = app.amqp.queues.values()
     fanouts = [each for each in queues if each.exchange and each.exchange.type == "fanout"]
     names = {name for each in fanouts for name in (each.name, each.alias, each.exchange.name)}
@@ -176,7 +172,7 @@ def check_store(app: AnyCelery) -> list[Finding]:
 
 
 def _findings(found: Mapping[str, object], **words: object) -> list[Finding]:
-    """Return a finding for each id with something true; a list is of tasks, which the text names."""
+    """Return a finding for each id with a true value; the text names the tasks of a list."""
     made = []
     for name, value in found.items():
         if isinstance(value, list):
@@ -188,18 +184,18 @@ def _findings(found: Mapping[str, object], **words: object) -> list[Finding]:
 
 
 def _open(app: AnyCelery) -> tuple[Store | None, list[Definition], list[Finding]]:
-    """Import the app's tasks; return its store and its tasks, or no store and why nothing is checked."""
+    """Import the app's tasks; return its store and its tasks, or no store and the error."""
     try:
         load_tasks(app)
         return *check_or_raise(app), []
-    except Exception as error:  # noqa: BLE001  # a module of the project may raise anything
-        # Any other text may contain a secret, a connection's password for instance.
+    except Exception as error:  # noqa: BLE001  a module of the project may raise anything
+        # Any other text may contain a secret, such as a password.
         text = f": {error}" if isinstance(error, (IdempotencyError, ImportError)) else "."
         return None, [], _findings({"E001": True}, error=type(error).__name__ + text)
 
 
 def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
-    """Return the store, ``None`` if no task needs one, and the tasks that are not switched off; no server is asked.
+    """Return the store (``None`` if no task needs one) and the tasks that are not switched off; asks no server.
 
     Raises:
         IdempotencyError: for a bad option, a missing store, or an atomic task whose store has no transactions.
@@ -218,9 +214,9 @@ def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
 
 
 def check_in_thread(app: AnyCelery) -> None:
-    """Log the findings from a daemon thread, in a worker, which has imported the app's tasks.
+    """Log the findings of a worker, which has imported the app's tasks.
 
-    A server that does not answer must delay neither the worker's first message nor its end.
+    From a daemon thread: a server that does not answer must delay neither the worker's first message nor its end.
     """
     loaded.add(app)
 
@@ -229,9 +225,9 @@ def check_in_thread(app: AnyCelery) -> None:
             for look in (check_settings, check_store):  # first those that need no server
                 for each in look(app):
                     level = logging.ERROR if each.level == "error" else logging.WARNING
-                    said = f"{each.problem.rstrip('.')}. {each.hint}"
+                    text = f"{each.problem.rstrip('.')}. {each.hint}"
                     extra = {"idempotency_finding": each.id}
-                    logger.log(level, "idempotency: %s %s", each.id, said, extra=extra)
+                    logger.log(level, "idempotency: %s %s", each.id, text, extra=extra)
         except Exception:
             logger.warning("idempotency: the checks themselves failed", exc_info=True)
 

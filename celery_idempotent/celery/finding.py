@@ -4,7 +4,7 @@ People type less than a record's identity, so several are asked for::
 
     order-17            the key "order-17" without a scope, in each namespace of the app; then, by a scan, everywhere
     17                  the keys 17 (a number) and "17" (a text)
-    --scope "user 3"    what the user with this primary key sent over HTTP
+    --scope "user 3"    requests of the user with this primary key
     4ce1…               the task id that is the key of a call without one; else the unfinished and failed records are
                         searched for this task id
 """
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-#: What an index finds: all but COMPLETED records.
+#: The states that have an index.
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
-#: States under the names that the CLI and the admin have for them; ``stale``: only those whose lease ran out.
+#: States by the names that the CLI and the admin have for them; ``stale``: only those whose lease ran out.
 STATES: Mapping[str, frozenset[State]] = {
     "any": frozenset(),
     "live": frozenset({State.QUEUED, State.PROCESSING}),
@@ -42,10 +42,10 @@ STATES: Mapping[str, frozenset[State]] = {
     **{state.value: frozenset({state}) for state in State},
 }
 
-#: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
+#: The most keys that a page looks at, and the most unfinished and failed records that are searched for a task id.
 LOOK_AT, MOST = 5_000, 10_000
 
-#: A primary key that is no text.
+#: A primary key that is a number.
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 #: The scope of a user who has a primary key that needs no escape.
@@ -63,10 +63,10 @@ def look(
     most: float = math.inf,
     seconds: float = math.inf,
 ) -> Page:
-    """Return several pages as one: until ``enough`` records are found, or ``most`` keys looked at, or time is over.
+    """Return several pages as one: until ``enough`` records are found, ``most`` keys looked at, or time is over.
 
-    Each page takes ``limit`` records at most. Its cursor says whether there may be more. ``task_id``: of the records
-    selected but for their keys, those of this task or of such a key.
+    Each page takes ``limit`` records at most. The cursor of the result says whether there may be more. ``task_id``: of
+    the records selected but for their keys, those of this task or of such a key.
     """
     found: dict[Identity, Record] = {}
     looked_at, give_up = 0, monotonic() + seconds
@@ -83,10 +83,10 @@ def look(
 
 
 def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str]) -> list[Record]:
-    """Return what a typed text means at once, in the namespace and scopes selected: a key, else the id of a task.
+    """Return the records with this key in the namespace and scopes selected; if there are none, of this task id.
 
-    A key is one question for each namespace, spelling and scope. An index has the unfinished and failed records, of
-    which some are searched for the task id.
+    A key is one question for each namespace, spelling and scope. A task id is searched for in the index of unfinished
+    and failed records.
     """
     every = [
         Identity(namespace=namespace, scope=scope, key=key)
@@ -96,14 +96,13 @@ def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str
     ]
     if found := read_whole(store, every):
         return found
-    named = Selection(namespace=selection.namespace, scopes=selection.scopes)
-    named = replace(named, states=UNFINISHED_AND_FAILED)
-    page = look(store, named, limit=LOOK_AT, task_id=text, enough=1, most=MOST)
+    indexed = replace(selection, keys=frozenset(), states=UNFINISHED_AND_FAILED, stale=False)
+    page = look(store, indexed, limit=LOOK_AT, task_id=text, enough=1, most=MOST)
     return read_whole(store, [each.identity for each in page.records])
 
 
 def read_whole(store: Store, identities: Iterable[Identity]) -> list[Record]:
-    """Return the records that there are, with the fields that lists leave out."""
+    """Return the records that exist, with the fields that lists leave out."""
     found = map(store.get, dict.fromkeys(identities))
     return [record for record in found if record is not None]
 
@@ -150,7 +149,7 @@ def spellings(text: str, *, what: str = "key") -> list[str]:
 
 
 def scopes_of(text: str) -> list[str]:
-    """Return the canonical scopes that a typed text may mean; ``user 17``: what that user sent over HTTP.
+    """Return the canonical scopes that a typed text may mean; ``user 17``: of that user's requests.
 
     Raises:
         InvalidKey: if no user can have that primary key.
@@ -163,13 +162,13 @@ def scopes_of(text: str) -> list[str]:
 
 
 def scope_in_words(scope: str) -> str:
-    """Return a scope as people write it, and may type it: ``user 17`` for what that user sent over HTTP."""
+    """Return a scope as people write it, and may type it: ``user 17`` for that user's requests."""
     found = _USER.fullmatch(scope)
     words = f"user {found[1]}" if found else ""
     return words if words and scopes_of(words) == [scope] else scope
 
 
 def task_name(app: Celery, identity: Identity) -> str:
-    """Return the name of the task that a record belongs to; its namespace, if no task of this app has that."""
+    """Return the name of a record's task; its namespace, if no task of this app has that."""
     definition = definition_of(app, identity.namespace)
     return identity.namespace if definition is None else definition.name

@@ -1,7 +1,6 @@
-"""What an operator may do to a record: release, requeue, complete, fail, forget, from code, CLI and admin alike.
+"""Operations on a record: release, requeue, complete, fail and forget, from code, CLI and admin alike.
 
-What was decided about one record is never done to another: an operation names the token and the state that the operator
-saw, and does nothing where the key has moved on since::
+An operation names the token and the state that the operator saw, and does nothing once the key has moved on::
 
     operator   look: order-17 is FAILED, token 7 ─ ask ─────────────────────── forget, if FAILED with token 7: CHANGED
     worker                                           claim: PROCESSING, token 8
@@ -37,24 +36,30 @@ logger = logging.getLogger(__name__)
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
 
-#: So many characters of a reason pages and commands take, and so many of a note are stored.
+#: The most characters of a reason, for pages and commands, and of a stored note.
 LONGEST_REASON, _LONGEST_NOTE = 500, 600
 
-#: After so many records in a row for which the store did not answer no further one is tried: each takes a time-out.
+#: After this many records in a row without an answer of the store the rest is not tried: each waits for a time-out.
 _SILENT = 2
 
 
 class Meaning(NamedTuple):
-    """An operation in words: what it makes of a record, its effect, why it may mean nothing, and for which it does.
+    """What an operation does, and to which records.
 
-    ``repeats``: what took effect before may be done a second time.
+    ``leaves``: the state that it leaves, ``None`` if it deletes the record. ``repeats``: an effect may happen twice.
     """
 
     done: str
     effect: str
     refusal: str
-    applies: Callable[[Record], bool]
+    states: frozenset[State]
+    leaves: State | None = None
     repeats: bool = True
+
+    def applies(self, record: Record) -> bool:
+        """Whether the operation means something for this record, live or not."""
+        has_message = self.leaves is not State.QUEUED or record.message is not None
+        return record.state in self.states and has_message
 
 
 #: All of them, in the order in which they are offered.
@@ -63,41 +68,41 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
         "released",
         "ends the claim: the next delivery or call runs.",
         "only a QUEUED or a PROCESSING record can be released.",
-        lambda record: record.state in {State.QUEUED, State.PROCESSING},
+        frozenset({State.QUEUED, State.PROCESSING}),
     ),
     "requeue": Meaning(
         "requeued",
-        "publishes the message that the record keeps again, under the same task id.",
+        "publishes the stored message again, under the same task id.",
         "only an INTERRUPTED or a PROCESSING record that keeps its message"
         ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
-        lambda record: (
-            record.state in {State.PROCESSING, State.INTERRUPTED} and record.message is not None
-        ),
+        frozenset({State.PROCESSING, State.INTERRUPTED}),
+        State.QUEUED,
     ),
     "complete": Meaning(
         "completed",
         "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
         "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
-        # Not a COMPLETED one: somebody may have got that value.
-        lambda record: record.state is not State.COMPLETED,
+        frozenset(State) - {State.COMPLETED},  # whose value somebody may have got
+        State.COMPLETED,
         repeats=False,
     ),
     "fail": Meaning(
         "failed",
         "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
         "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
-        lambda record: not record.state.settled,
+        frozenset({State.QUEUED, State.PROCESSING, State.INTERRUPTED}),
+        State.FAILED,
         repeats=False,
     ),
     "forget": Meaning(
         "forgotten",
-        "deletes the record with all it knows: the next call runs.",
+        "deletes the record with its steps and its result: the next call runs.",
         "there is no record.",
-        lambda _: True,
+        frozenset(State),
     ),
 }
 
-#: Those that mean the same for many records: a value is that of one key.
+#: All but complete: a value is that of one key.
 ON_MANY: Final[tuple[Operation, ...]] = ("release", "requeue", "fail", "forget")
 
 
@@ -105,14 +110,14 @@ class Outcome(enum.Enum):
     """How an operation ended, in words."""
 
     DONE = "done"
-    CHANGED = "left alone: it has changed meanwhile"
+    CHANGED = "left alone: it has changed since"
     LIVE = "left alone: its owner is live"
-    UNSENT = "queued, and not published yet: the next sweep after its deadline tries again"
+    UNSENT = "queued, but not published: the sweep after its deadline tries again"
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRequest:
-    """What somebody wants done to a record: ``who`` (this process, if no one is named), and why.
+    """An operation, by ``who`` (default: this process), and why.
 
     ``force``: also where an owner within its lease holds the key. ``value``: what to complete with, as the task would
     write it. :exc:`ValueError` for a force without a reason.
@@ -137,34 +142,34 @@ class OperationRequest:
         return printable(f"{self.operation} by {who}{why}")[:_LONGEST_NOTE]
 
 
-#: Called with each operation of a named person that was done, or may have been: Django's admin log has a place here.
+#: Called with each operation of a named person that was done, or may have been: Django's admin log registers here.
 audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
 
 
 # -- what may be done --------------------------------------------------------------------------------------------------
 
-#: What an operation would do to a record: apply to it; nothing, its owner is live; nothing, it means nothing for it.
+#: What an operation would do to a record: apply; nothing, for its owner is live; nothing, for it does not apply.
 Verdict = Literal["apply", "held", "skip"]
 
 
 def is_live(record: Record, now_ms: int) -> bool:
-    """Does an owner within its lease hold the key at ``now_ms`` of the store's clock?"""
+    """Whether an owner within its lease holds the key at ``now_ms`` of the store's clock."""
     return record.state is State.PROCESSING and not record.stale(now_ms)
 
 
-def offered(app: AnyCelery, record: Record) -> tuple[Operation, ...]:
-    """Return the operations that mean something for a record, as :meth:`Store.get` returns it."""
-    found = [each for each, meaning in OPERATIONS.items() if meaning.applies(record)]
-    if definition_of(app, record.identity.namespace, load=True) is None and "complete" in found:
-        found.remove("complete")  # only a task of this app can write a value
-    return tuple(found)
-
-
 def verdict(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -> Verdict:
-    """Say what an operation would do to a record; see :func:`offered`."""
-    if operation not in offered(app, record):
+    """Return what an operation would do to a record, as :meth:`Store.get` returns it."""
+    if not OPERATIONS[operation].applies(record):
+        return "skip"
+    # Only a task of this app can write a value.
+    if operation == "complete" and not definition_of(app, record.identity.namespace, load=True):
         return "skip"
     return "held" if is_live(record, now_ms) else "apply"
+
+
+def offered(app: AnyCelery, record: Record) -> list[Operation]:
+    """Return the operations that apply to a record, forced or not."""
+    return [each for each in OPERATIONS if verdict(app, each, record, 0) != "skip"]
 
 
 # -- to do it ----------------------------------------------------------------------------------------------------------
@@ -173,13 +178,13 @@ def verdict(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -
 def operate(
     app: AnyCelery, identity: Identity, request: OperationRequest, *, token: int, state: State
 ) -> Outcome:
-    """Do what is asked for to the record that has this token and this state.
+    """Operate on the record with this token and this state.
 
-    A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be at
-    work. The next claim gets a larger token.
+    A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
+    running. The next claim gets a larger token.
 
     Raises:
-        StoreUnavailable: if the store did not answer; what was asked for may have been done.
+        StoreUnavailable: if the store did not answer; the operation may have been done.
         ValueError: for a value with an operation that takes none, or no value to complete with.
     """
     if (request.operation == "complete") is (request.value is None):
@@ -193,29 +198,26 @@ def operate(
     live = is_live(record, store.now_ms())
     if live and not request.force:
         return Outcome.LIVE
-    message = f"{request.operation.capitalize()}: it may have been done"
+    entry = f"{request.operation.capitalize()}: it may have been done"
     try:
         outcome = _execute(app, store, request, record)
-        message = meaning.done.capitalize()
-        if outcome is Outcome.UNSENT:
-            message += " (its message is not published yet)"
-        elif outcome is Outcome.CHANGED:
-            message = ""
+        entry = "" if outcome is Outcome.CHANGED else meaning.done.capitalize()
+        entry += " (its message is not published yet)" if outcome is Outcome.UNSENT else ""
     finally:
-        if message:
-            _audit(identity, request, message, live)
+        if entry:
+            _audit(identity, request, entry, live)
     if outcome is not Outcome.CHANGED:
         heartbeat.start()  # which writes the counters
     return outcome
 
 
 def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest) -> bool:
-    """Do what is asked for to whatever record a key has; ``False`` if it has none for which that means something.
+    """Operate on the record of a key, whatever its token; ``False`` if there is none to which that applies.
 
     Raises:
         InProgress: if an owner within its lease holds the key, and this is not forced.
         ValueError: as :func:`operate` does.
-        StoreUnavailable: if the store did not answer; it may have been done.
+        StoreUnavailable: if the store did not answer; the operation may have been done.
     """
     store, operation = get_store(app), request.operation
     while (record := store.get(identity)) and OPERATIONS[operation].applies(record):
@@ -226,9 +228,8 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
                 " force=True and a reason.",
                 task_id=record.task_id,
             )
-        if outcome is not Outcome.CHANGED:
+        if outcome is not Outcome.CHANGED:  # else look again
             return True
-        # It has changed since: look again.
     if operation == "forget":
         # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
         store.forget(identity, token=0)
@@ -238,7 +239,7 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
 def operate_on_each(
     app: Celery, request: OperationRequest, records: Iterable[Record]
 ) -> Iterator[tuple[Record, Outcome | None, str]]:
-    """Operate on one record after the other, as it was seen; yield it with its outcome, or ``None`` and the trouble.
+    """Operate on each record as it was seen; yield it with its outcome, or ``None`` and the error.
 
     A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
     """
@@ -250,8 +251,7 @@ def operate_on_each(
         except IdempotencyError as error:
             logger.warning("idempotency: %s of %s failed: %s", *about, error)
             yield record, None, str(error)
-            silent += 1
-            if silent == _SILENT:
+            if (silent := silent + 1) == _SILENT:
                 return
         except Exception as error:  # a fault that concerns one record
             logger.exception("idempotency: %s of %s failed", *about)
@@ -261,45 +261,42 @@ def operate_on_each(
             yield record, outcome, ""
 
 
-def _audit(identity: Identity, request: OperationRequest, message: str, live: bool) -> None:
-    """Write an entry; an incident does not wait for a log that fails, and its outcome stays what it is."""
-    message += ", forced on a live owner" if live else ""
-    message += f". Reason: {request.reason}" if request.reason else ""
+def _audit(identity: Identity, request: OperationRequest, entry: str, live: bool) -> None:
+    """Write an entry; a log that fails delays no incident and changes no outcome."""
+    entry += ", forced on a live owner" if live else ""
+    entry += f". Reason: {request.reason}" if request.reason else ""
     for write_entry in audit_logs if request.who else ():
         try:
-            write_entry(identity, request, message)
+            write_entry(identity, request, entry)
         except Exception as error:  # noqa: BLE001, PERF203  a database fails in its own ways
-            logger.warning("idempotency: the admin's log does not have this operation: %s", error)
+            logger.warning("idempotency: the admin's log lacks this operation: %s", error)
 
 
 def _execute(app: Celery, store: Store, request: OperationRequest, record: Record) -> Outcome:
     identity, token, note = record.identity, record.token, request.note
-    signal, error = signals.settled, None
-    state: State | None = None
+    meaning = OPERATIONS[request.operation]
+    signal, state, past, error = signals.settled, meaning.leaves, meaning.done, None
     done: Record | bool | None
     match request.operation:
         case "release":
             signal, state = signals.released, State.INTERRUPTED if record.steps else None
             done = store.release(identity, token=token, note=note)
         case "requeue":
-            signal, state = signals.requeued, State.QUEUED
+            signal = signals.requeued
             # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
             done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
         case "complete":
-            state = State.COMPLETED
             done = sweep.end_record(app, record, request.value, note=note)
         case "fail":
-            state = State.FAILED
             error = FailedByOperator(f"{identity} was settled as failed by an operator.")
             done = sweep.end_record(app, record, error, note=note)
         case "forget":
-            signal = signals.forgotten
+            signal, past = signals.forgotten, "forgot"
             # The state, too: a run that completed a moment ago is not what was seen.
             done = store.forget(identity, token=token, state=record.state)
     done = done or _find_done(store, record, state, note)
     if not done:
         return Outcome.CHANGED
-    past = "forgot" if signal is signals.forgotten else OPERATIONS[request.operation].done
     line = Line(logging.WARNING, f"{{event.who}} {past} {{event.identity}}{{why}}")
     details: Details = {"who": request.who, "reason": request.reason, "line": line}
     if isinstance(done, Record) and signal is signals.requeued:
@@ -314,8 +311,8 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
 def _find_done(store: Store, seen: Record, state: State | None, note: str) -> Record | None:
     """Return the record as the operation leaves it, although the store says that it did nothing.
 
-    A store that gets no answer asks again by itself, and then finds its own work. ``state`` is what the record is left
-    in, ``None`` if it is deleted.
+    A store that gets no answer asks again, and then finds its own work. ``state``: what the record is left in, ``None``
+    if it is deleted.
     """
     found = store.get(seen.identity)
     if state is None:

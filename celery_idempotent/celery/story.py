@@ -1,7 +1,4 @@
-"""A record for people: its story in sentences, its result or error as text; and whether sweeps run.
-
-The CLI's ``show`` and the admin's page of a record tell the same story.
-"""
+"""A record in sentences, its result or error as text, and the health of store and sweep: for CLI and admin alike."""
 
 from __future__ import annotations
 
@@ -9,7 +6,8 @@ import json
 import pprint
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +27,14 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-#: So many characters of a value are shown; bodies of more bytes are not even read.
-LONGEST, _LARGEST = 10_000, 1024 * 1024
+#: The most characters of a value that are shown.
+LONGEST = 10_000
 
 #: A message that waits in the outbox for longer has lost its sender, or its broker.
 OUTBOX_MS = 60_000
 
 
-# -- times -------------------------------------------------------------------------------------------------------------
+# -- times and values --------------------------------------------------------------------------------------------------
 
 
 def _when(ms: int) -> datetime:
@@ -45,9 +43,8 @@ def _when(ms: int) -> datetime:
 
 def iso(ms: int | None) -> str | None:
     """Return a time in ISO 8601, in UTC."""
-    if ms is None:
-        return None
-    return _when(ms).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    text = None if ms is None else _when(ms).isoformat(timespec="milliseconds")
+    return text and text.replace("+00:00", "Z")
 
 
 def time_in_words(ms: int) -> str:
@@ -67,11 +64,8 @@ def ago(ms: int, now_ms: int) -> str:
     return f"in {words}" if ms > now_ms else f"{words} ago"
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def show_value(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> str:
-    """Return what a settled record says, its result or its error, read only as the app accepts it; or why not."""
+    """Return the result or error of a record as text, read only as the app accepts it; or why not."""
     try:
         value = _load(app, record, read)
         if isinstance(value, BaseException):
@@ -79,36 +73,25 @@ def show_value(app: Celery, record: Record, read: Callable[[Stored], object] | N
         text = value if isinstance(value, str) else pprint.pformat(value, width=100)
     except IdempotencyError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
+    except Exception as error:  # noqa: BLE001  a stored value may raise anything when it is read
         return f"It cannot be read ({type(error).__name__})."
-    more = "\n… There is more of it: this is the beginning." if len(text) > LONGEST else ""
-    return text[:LONGEST] + more
-
-
-def _error_name(app: Celery, record: Record) -> str:
-    try:
-        return f" with {type(_load(app, record)).__name__}"
-    except Exception:  # noqa: BLE001  as above
-        return ""
+    return text[:LONGEST] + ("\n… (cut here)" if len(text) > LONGEST else "")
 
 
 def _load(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> object:
-    stored, namespace = record.value, record.identity.namespace
-    if stored is None or record.replaced:
+    if record.value is None or record.replaced:
         raise ResultUnavailable("It was not kept in the record.")
-    if len(stored.body) > _LARGEST:
-        raise ResultUnavailable(f"It is too large to be shown: {len(stored.body):,} bytes.")
-    definition = definition_of(app, namespace, load=True)
+    definition = definition_of(app, namespace := record.identity.namespace, load=True)
     codec = TaskCodec(app, namespace, Policy()) if definition is None else definition.codec
     load = codec.load_error if record.state.is_failure else codec.load_value
-    return (read or load)(stored)
+    return (read or load)(record.value)
 
 
 def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
-    """Return the value that somebody gives for a key, as its task would write it.
+    """Return a value that an operator gives for a key, as its task would write it.
 
     Raises:
-        ValueError: if it is no JSON, if no task of this app has that namespace, or if the task cannot write it.
+        ValueError: if it is not JSON, if no task of this app has that namespace, or if the task cannot write it.
     """
     definition = definition_of(app, identity.namespace, load=True)
     if definition is None:
@@ -116,16 +99,15 @@ def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
     try:
         value = json.loads(text, parse_constant=int)  # which refuses NaN
     except (ValueError, RecursionError) as error:
-        problem = f"the value is no JSON ({error}). A text stands in quotes: '\"ch_17\"'."
+        problem = f"the value is not JSON ({error}). A text stands in quotes: '\"ch_17\"'."
         raise ValueError(problem) from None
     return definition.codec.dump_given(value)
 
 
 # -- health ------------------------------------------------------------------------------------------------------------
 
-#: What people see of what the counters count, from below in a chart, and the outcomes that it adds up. A run ends
-#: ``settled`` (which is not shown), ``failed`` or ``released``: the key was given back, because the run failed or asked
-#: for a retry.
+#: The series of charts and tables, from below, each with the outcomes that it adds up. A run ends ``settled`` (which is
+#: not shown), ``failed`` or ``released``: its key was given back, because it raised or asked for a retry.
 SERIES: Mapping[str, tuple[str, ...]] = {
     "runs": ("claimed",),
     "releases": ("released",),
@@ -137,15 +119,14 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 
 
 def sweeps_of(app: Celery, store: Store, stats: Stats) -> tuple[bool, str]:
-    """Say whether a sweep ended less than three intervals ago, by what the store counted."""
+    """Return whether a sweep ended less than three intervals ago, and a sentence about it."""
     if not store.supports_counting:
         return True, "This store does not note sweeps."
-    try:
+    interval = None
+    with suppress(InvalidOption):  # with which no worker starts
         interval = sweep_interval(app)
-    except InvalidOption:
-        interval = None  # a worker does not start with it, and says so
     if interval is None:
-        return True, "This app asks for no sweeps."
+        return True, "This app schedules no sweeps."
     well, last = False, "none has ended yet"
     if stats.swept_ms is not None:
         well = stats.now_ms - stats.swept_ms < 3000 * interval
@@ -155,7 +136,7 @@ def sweeps_of(app: Celery, store: Store, stats: Stats) -> tuple[bool, str]:
 
 
 def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[dict[str, Any], str]:
-    """Return whether all is well right now, as JSON, and a sentence about sweeps.
+    """Return the health of store, sweeps and outbox as JSON, and a sentence about sweeps.
 
     ``outbox_ms`` is the age of the oldest message in the outbox.
 
@@ -166,13 +147,14 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
     stats = store.stats()
     answered_ms = round((time.perf_counter() - began) * 1000, 1)
     swept, sentence = sweeps_of(app, store, stats)
-    swept_ms = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0)
+    swept_s = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0) // 1000
+    oldest_s = None if outbox_ms is None else outbox_ms // 1000
     sent = outbox_ms is None or outbox_ms <= OUTBOX_MS
     found: dict[str, Any] = {
         "well": swept and sent,
         "store": {"well": True, "answered_ms": answered_ms},
-        "sweep": {"well": swept, "ago_s": None if swept_ms is None else swept_ms // 1000},
-        "outbox": {"well": sent, "oldest_s": None if outbox_ms is None else outbox_ms // 1000},
+        "sweep": {"well": swept, "ago_s": swept_s},
+        "outbox": {"well": sent, "oldest_s": oldest_s},
     }
     return found, sentence
 
@@ -180,33 +162,34 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
 # -- the story ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """An operation that means something for a record: its effect, and what that may cost."""
-
-    operation: Operation
-    effect: str
-    cost: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """A record in one sentence, and then in the order of time.
 
-    ``live``: its owner is within its lease, so that every choice has to be forced.
+    ``live``: its owner is within its lease, so that every operation has to be forced. ``choices``: the operations that
+    apply, each with its effect and its risk.
     """
 
     headline: str
     past: Sequence[str] = ()
     future: Sequence[str] = ()
     live: bool = False
-    choices: Sequence[Choice] = ()
+    choices: Mapping[Operation, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Mapping[str, Sequence[str]]:
+        """The sentences by title."""
+        choices = [f"{operation} {text}" for operation, text in self.choices.items()]
+        forced = " (its owner is live: wait, or force it with a reason)" if self.live else ""
+        first = "So far" if self.future else "What this can mean"
+        found = {first: self.past, "Next": self.future, f"What you can do{forced}": choices}
+        return {title: sentences for title, sentences in found.items() if sentences}
 
 
 def tell_absence(what: str) -> Story:
     """Tell what it can mean that there is no such record."""
     return Story(
-        headline=f"There is no record of {what}. The workers' logs say which of these it is:",
+        headline=f"There is no record of {what}. The workers' logs say why.",
         past=(
             "It was never called, or its message is still in the queue: a run claims its key when it starts.",
             "It was called under another key or in another scope.",
@@ -227,123 +210,127 @@ _SWEPT = {
 
 
 def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = True) -> Story:
-    """Tell the story of a record as :meth:`Store.get` returns it: a sentence for each fact that is true.
+    """Tell the story of a record as :meth:`Store.get` returns it: a sentence for each fact.
 
-    ``errors``: may the name of a FAILED record's exception be told?
+    ``errors``: name the class of a FAILED record's exception.
     """
     identity, state, now_ms = record.identity, record.state, store.now_ms()
     definition = definition_of(app, identity.namespace, load=True)
-    policy = Policy() if definition is None else definition.policy
     known = definition is not None  # else it may be of a view
-    queued, interrupted = state is State.QUEUED, state is State.INTERRUPTED
-    live, stale = is_live(record, now_ms), record.stale(now_ms)
-    failed = state is State.FAILED
-    crashes = record.crashes + stale  # as the next claim finds them, its own included
-    lost = stale or (interrupted and crashes > 0)
-    # A host name has no colon but in IPv6. What follows the pid tells machines of one name apart, for machines.
+    policy = definition.policy if definition else Policy()
+    live, stale, failed = is_live(record, now_ms), record.stale(now_ms), state is State.FAILED
+
+    def at(ms: int | None) -> str:
+        return f"{_when(ms or 0):%Y-%m-%d %H:%M:%S} UTC ({ago(ms or 0, now_ms)})"
+
+    # A host name has no colon but in IPv6. The id after the pid is for machines.
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     holder = f"task {record.task_id}" if record.task_id else "an unknown task"
     holder += f" on {host}, pid {pid}" if host else ""
-    scope = f" in scope {scope_in_words(identity.scope)}" if identity.scope else ""
-    error = _error_name(app, record) if failed and errors else ""
-
-    def at(ms: int) -> str:
-        return f"{_when(ms):%Y-%m-%d %H:%M:%S} UTC ({ago(ms, now_ms)})"
-
-    deadline = at(record.deadline_ms or 0)
-    headline, *_ = _true(
-        queued and "QUEUED: its message is on its way, and no worker has it yet.",
-        live and f"PROCESSING: {holder}, runs it, or died within the last lease.",
-        stale and f"stuck PROCESSING: the lease of {holder}, ran out.",
-        lost and "INTERRUPTED: its worker was lost, and nothing runs it now.",
-        interrupted and "INTERRUPTED: its run failed after some steps, and nothing runs it now.",
-        failed and f"FAILED for good{error}: it is not run again.",
-        record.replaced and "COMPLETED: another task (self.replace) took over its task id.",
-        record.settled_by_operator and "COMPLETED: an operator completed it with a value.",
-        known and "COMPLETED: it took effect, and is not run again.",
-        "COMPLETED: it was answered, and is not run again.",
-    )
-    claims, *_ = _true(
-        crashes > 0 and policy.on_stale == "fail" and "settles it FAILED (ProcessingTimedOut)",
-        crashes > policy.max_crashes and "settles it FAILED (TooManyCrashes) without a run",
-        crashes > 0 and f"runs it ({crashes} of {policy.max_crashes} crashes allowed so far)",
-        "runs it",
-    )
-    answer, *_ = _true(
-        failed and "this error",
-        record.replaced and "that other task's result",
-        record.value is None and "what the result backend has: its result is not in the record",
-        "its result" if known else "the same answer",
-    )
+    deadline = at(record.deadline_ms)
+    crashes = record.crashes + stale  # as the next claim counts them
+    claims = f"runs it ({crashes} of {policy.max_crashes} crashes allowed so far)"
+    if not crashes:
+        claims = "runs it"
+    elif policy.on_stale == "fail":
+        claims = "settles it FAILED (ProcessingTimedOut)"
+    elif crashes > policy.max_crashes:
+        claims = "settles it FAILED (TooManyCrashes) without a run"
+    if state is State.QUEUED:
+        headline = "QUEUED: its message is on its way, and no worker has it yet."
+        publisher = "the next call" if record.message is None else "a sweep"
+        future = [
+            "It runs when a worker takes its message: check that a worker listens to its queue.",
+            f"From {deadline} on {publisher} publishes its message again, under the same task id.",
+        ]
+    elif live:
+        headline = f"PROCESSING: {holder}, runs it, or died within the last lease."
+        future = [f"Its lease ends {deadline}, and is renewed as long as its worker lives."]
+        if known:
+            option = f"idempotency_on_conflict={policy.on_conflict!r}"
+            future.append(f"A duplicate meanwhile follows {option}.")
+    elif stale:
+        headline = f"stuck PROCESSING: the lease of {holder}, ran out."
+        _, sweeps = sweeps_of(app, store, store.stats())
+        future = [
+            f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store.",
+            f"{sweeps} The next one {_SWEPT[record.on_stale]}",
+            f"A delivery or call before that claims it at once, and {claims}.",
+        ]
+    elif state is State.INTERRUPTED:
+        why = "its worker was lost" if crashes else "its run failed after some steps"
+        headline = f"INTERRUPTED: {why}, and nothing runs it now."
+        future = [f"The next delivery or call claims it, and {claims}."]
+    else:
+        how, answer = (
+            ("took effect", "its result") if known else ("was answered", "the same answer")
+        )
+        headline = f"COMPLETED: it {how}, and is not run again."
+        if record.value is None:
+            answer = "what the result backend has: its result is not in the record"
+        if record.settled_by_operator:
+            headline = "COMPLETED: an operator completed it with a value."
+        if record.replaced:
+            headline = "COMPLETED: another task (self.replace) took over its task id."
+            answer = "that other task's result"
+        if failed:
+            error, answer = "", "this error"
+            with suppress(Exception):  # a stored error may raise anything when it is read
+                error = f" with {type(_load(app, record)).__name__}" if errors else ""
+            headline = f"FAILED for good{error}: it is not run again."
+        future = [f"Until it expires, a duplicate gets {answer}, without a run."]
+        if known:
+            until = at(record.updated_ms + policy.settled_keep_ms)
+            future.insert(0, f"Kept until {until}, by the options of its task.")
+    if stale or (crashes and state is State.INTERRUPTED):
+        broker, when = redelivery_timeout(app), "once the connection of its worker is gone"
+        if broker is not None:
+            when = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
+        future.append(f"The broker delivers its message again {when}.")
     last = f"; {holder}, had it last" if record.attempts else ""
-    steps = ", ".join(name for name, _ in record.steps)
-    broker = redelivery_timeout(app) if lost else None
-    when = "once the connection of its worker is gone"
-    if broker is not None:
-        when = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
+    past = [f"{state.value} since {at(record.updated_ms)}{last}."]
+    if record.attempts > 1 or record.crashes:
+        past.insert(0, f"Claims so far: {record.attempts}; lost workers: {record.crashes}.")
+    if record.updated_ms - record.created_ms > 1000:
+        past.insert(0, f"First claimed or reserved {at(record.created_ms)}.")
+    if record.delivered:
+        past.append("Its callbacks (links, chain, chord) were sent.")
+    if record.steps:
+        steps = ", ".join(name for name, _ in record.steps)
+        past.append(f"Steps done, which are not repeated: {steps}.")
+    if record.note:
+        past.append(f"Last operation: {record.note}.")
+    scope = f" in scope {scope_in_words(identity.scope)}" if identity.scope else ""
+    choices = {
+        each: f"{OPERATIONS[each].effect} {_risk(each, record, live, known, policy.atomic)}"
+        for each in offered(app, record)
+    }
     return Story(
         headline=f"{identity.key} of {task_name(app, identity)}{scope} is {headline}",
-        past=_true(
-            record.updated_ms - record.created_ms > 1000
-            and f"First claimed or reserved {at(record.created_ms)}.",
-            (record.attempts > 1 or record.crashes > 0)
-            and f"Claims so far: {record.attempts}; lost workers: {record.crashes}.",
-            f"{state.value} since {at(record.updated_ms)}{last}.",
-            record.delivered and "Its callbacks (links, chain, chord) were sent.",
-            steps and f"Steps done, which are not repeated: {steps}.",
-            record.note and f"Last operation: {record.note}.",
-        ),
-        future=_true(
-            queued
-            and "It runs when a worker takes its message: see that a worker listens to its queue.",
-            queued
-            and f"From {deadline} on {'the next call' if record.message is None else 'a sweep'}"
-            " publishes its message again, under the same task id.",
-            live and f"Its lease ends {deadline}, and is renewed as long as its worker lives.",
-            live
-            and known
-            and f"A duplicate meanwhile: idempotency_on_conflict={policy.on_conflict!r}.",
-            stale
-            and f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store.",
-            stale
-            and f"{sweeps_of(app, store, store.stats())[1]} The next one {_SWEPT[record.on_stale]}",
-            stale and f"A delivery or call before that claims it at once, and {claims}.",
-            interrupted and f"The next delivery or call claims it, and {claims}.",
-            lost and f"The broker delivers its message again {when}.",
-            state.settled
-            and known
-            and f"Kept until {at(record.updated_ms + policy.settled_keep_ms)}, by the options of its task.",
-            state.settled and f"Until it expires, a duplicate gets {answer}, without a run.",
-        ),
+        past=past,
+        future=future,
         live=live,
-        choices=[
-            Choice(each, OPERATIONS[each].effect, _cost(each, record, live, known, policy.atomic))
-            for each in offered(app, record)
-        ],
+        choices=choices,
     )
 
 
-def _cost(operation: Operation, record: Record, live: bool, known: bool, atomic: bool) -> str:
-    """Tell what may happen a second time, or is not noticed by callers."""
-    unfinished = record.state in {State.FAILED, State.INTERRUPTED}
-    cost, *_ = _true(
-        live
-        and "Its owner is not stopped: its result is dropped, and what it does may be done twice.",
-        operation == "complete" and "Check the outside system first: callers get what you say.",
-        operation == "fail" and "If it took effect before, callers do not learn its result.",
-        record.state is State.COMPLETED
-        and f"{'It TOOK EFFECT' if known else 'If it TOOK EFFECT'}: the next call does it a second time.",
-        unfinished
-        and atomic
-        and "What it wrote to the database was rolled back. What it did elsewhere may be done twice.",
-        record.state is State.QUEUED
-        and "If its message still comes, it runs; a further call may then run as well.",
-        "What it did before it failed or was lost may be done twice: look there first.",
-    )
-    again = operation == "forget" and record.steps and not live
-    return f"{cost} Its steps are done again as well." if again else cost
-
-
-def _true(*facts: str | bool) -> Sequence[str]:
-    """Return the sentences of the facts that are true, each written as ``fact and sentence``."""
-    return tuple(each for each in facts if isinstance(each, str) and each)
+def _risk(operation: Operation, record: Record, live: bool, known: bool, atomic: bool) -> str:
+    """Return what may happen a second time, or what callers do not learn."""
+    risk = "What it did before it failed or was lost may be done twice: check the outside system first."
+    if live:
+        return (
+            "Its owner is not stopped: its result is dropped, and what it does may be done twice."
+        )
+    if operation == "complete":
+        return "Check the outside system first."
+    if operation == "fail":
+        return "If it took effect before, callers do not learn its result."
+    if record.state is State.COMPLETED:
+        took_effect = "It TOOK EFFECT" if known else "If it TOOK EFFECT"
+        risk = f"{took_effect}: the next call does it a second time."
+    elif record.state is State.QUEUED:
+        risk = "If its message still comes, it runs; a further call may then run as well."
+    elif record.state is not State.PROCESSING and atomic:
+        risk = "What it wrote to the database was rolled back. What it did elsewhere may be done twice."
+    again = operation == "forget" and record.steps
+    return f"{risk} Its steps are done again as well." if again else risk

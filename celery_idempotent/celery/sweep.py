@@ -1,19 +1,18 @@
 """The sweep: a beat task that registers itself, and interrupts claims whose worker never came back.
 
-What becomes of a record whose lease ran out is what its task said when it claimed the key (``idempotency_on_stale``)::
+A record whose lease ran out is handled as its task asked when it claimed the key (``idempotency_on_stale``)::
 
     "interrupt"   INTERRUPTED, one crash more       the next delivery or call claims it
-    "fail"        INTERRUPTED, then FAILED          duplicates get ProcessingTimedOut, until a person looks at it
+    "fail"        INTERRUPTED, then FAILED          duplicates get ProcessingTimedOut
     "requeue"     QUEUED, one crash more            its message is published again, from the record
 
-The store writes the new state first, and then the sweep acts on it. If it dies before it has published a message, the
-record is past its new deadline after a minute, and another sweep publishes it; two copies have one task id, so the
-second is a redelivery. A record that it has not settled FAILED is settled by the next delivery or call of the key.
+The store writes the new state first, and then the sweep acts on it. If it dies in between, a message is published by
+another sweep after a minute (a second copy has the same task id, so it is a redelivery), and a record that is not
+settled FAILED yet is settled by the next delivery or call of the key.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import weakref
@@ -27,7 +26,7 @@ from celery_idempotent.errors import IdempotencyError, InvalidOption, Processing
 from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
 from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
-from celery_idempotent.serializers import JSON
+from celery_idempotent.serializers import Serializer
 from celery_idempotent.settings import names_of
 from celery_idempotent.stores import get_store
 
@@ -39,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 #: The name of the task, and of its entry in the beat schedule.
 SWEEP = "celery_idempotent.sweep"
-#: The most records that one sweep looks at: the next one goes on where it stopped.
+#: The most records that one sweep looks at: the next one continues.
 SWEEP_LIMIT = 10_000
-#: A requeued message that did not start in time is taken for lost, and is published again.
+#: A requeued message that no worker takes in this time is published again.
 REQUEUE_MS = 60_000
 
 _STALE = "the lease ran out"
@@ -49,10 +48,10 @@ _NOT_REQUEUED = Line(logging.ERROR, "{event.identity} could not be requeued: {ev
 
 
 def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:
-    """Interrupt stale claims and prune what is past its retention; return the counts.
+    """Interrupt stale claims and prune records past their retention; return the counts.
 
-    Any number of machines may do it at once: the store decides at the moment of the write whether a claim is stale.
-    ``more``: ``limit`` left work for the next sweep. The next one also does what ``StoreUnavailable`` ended.
+    Safe on many machines at once: the store decides at the moment of the write whether a claim is stale. ``more``:
+    ``limit`` left work for the next sweep, as ``StoreUnavailable`` does.
     """
     store, started = get_store(app), time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
@@ -80,13 +79,12 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
 def report_record(
     app: Celery, outcome: signals.OutcomeSignal, record: Record, **details: Unpack[Details]
 ) -> None:
-    """Report what became of a record without a run; the caller writes the counters."""
+    """Report an outcome of a record without a run; the caller writes the counters."""
     namespace = record.identity.namespace
     definition = definition_of(app, namespace)
-    if definition is not None:
-        reporter = definition.reporter
-    else:  # a view's record, or of another app: it is reported by its namespace
-        reporter = Reporter(namespace, lambda: None, partial(get_store, app))
+    # Without one it is a view's, or another app's: it is reported by its namespace.
+    other = Reporter(namespace, lambda: None, partial(get_store, app))
+    reporter = definition.reporter if definition else other
     reporter.report(outcome, record.identity, record.task_id, record, has_writer=False, **details)
 
 
@@ -97,14 +95,14 @@ def _time_out(app: Celery, record: Record) -> bool:
     )
     if record.on_stale != "fail" or not end_record(app, record, error):
         return False
-    details: Details = {"state": State.FAILED, "error": error, "reason": _STALE}
-    details["line"] = FAILED_WITHOUT_RUN
+    details: Details = {"error": error, "reason": _STALE, "line": FAILED_WITHOUT_RUN}
+    details["state"] = State.FAILED
     report_record(app, signals.settled, record, **details)
     return True
 
 
 def send_again(app: Celery, record: Record, **details: Unpack[Details]) -> bool:
-    """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
+    """Publish the message that a record keeps; if that fails, the sweep after its deadline tries again."""
     definition = definition_of(app, record.identity.namespace)
     try:
         if definition is None or record.message is None:
@@ -124,25 +122,26 @@ def end_record(
 ) -> bool:
     """Settle a record that no worker runs, as it was seen: FAILED with an error, COMPLETED with a value.
 
-    ``False`` if it has changed, or has ended otherwise. ``note``: an operator does it, who knows the task.
+    ``False`` if it has changed, or has ended otherwise. ``note``: of the operator who does it.
     """
     definition = definition_of(app, record.identity.namespace, load=bool(note))
     policy = Policy() if definition is None else definition.policy
     state: EndState = State.COMPLETED
     if isinstance(end, IdempotencyError):
         state = State.FAILED
-        end = definition.codec.dump_error(end) if definition is not None else _as_json(end)
+        kind = type(end)
+        about = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(end)}
+        end = definition.codec.dump_error(end) if definition else Serializer().dump(about)
     request = SettleRequest(
         record=record,
         state=state,
         value=end,
         keep_ms=policy.settled_keep_ms,
-        # A key that was claimed and released a moment ago has no record, and is not to be settled for what it was.
+        # A key that was claimed and released a moment ago stays free.
         restore=False,
         swept=not note,
         note=note,
     )
-    # One write, to the record with this token and to no other.
     store = get_store(app)
     settled, found = store.settle(request), store.get(record.identity)
     if found is None or (found.state, found.value) != (state, end):
@@ -151,18 +150,11 @@ def end_record(
     return found.note == note if note else settled and found.token == record.token
 
 
-def _as_json(error: IdempotencyError) -> Stored:
-    """Serialize the error of a view's record, or of another app's, as a result backend would."""
-    kind = type(error)
-    parts = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(error)}
-    return Stored(content_type=JSON, content_encoding="utf-8", body=json.dumps(parts).encode())
-
-
 # -- the task ----------------------------------------------------------------------------------------------------------
 
 
 def sweep_interval(app: Celery) -> float | None:
-    """Return every how many seconds beat asks for a sweep, ``None`` if it does not.
+    """Return the seconds between two sweeps by beat, ``None`` for none.
 
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
@@ -171,30 +163,29 @@ def sweep_interval(app: Celery) -> float | None:
     try:
         return None if value is None else duration(at_least_ms=100)(value) / 1000
     except ValueError as error:
-        refused = f"idempotency_sweep_interval {error}, or None to switch it off."
-        raise InvalidOption(refused) from None
+        raise InvalidOption(f"idempotency_sweep_interval {error}, or None for no sweeps.") from None
 
 
 _swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 
 def install_sweep(app: Celery) -> None:
-    """Give ``app`` the sweep task and its beat entry, once its tasks are complete; raises what the above does."""
+    """Give ``app`` the sweep task and its beat entry, once its tasks are complete; raises as ``sweep_interval``."""
     interval = sweep_interval(app)
     if app in _swept_apps:
         return
     _swept_apps.add(app)
 
     def register(**_: object) -> None:
-        # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and
-        # mixins do to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
+        # Of the class that the app gives its tasks, on which its receivers and middleware rely. Not shared: Celery
+        # would hand it to every other app of the process.
         @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
         def sweep_task(self: AnyTask, limit: int = SWEEP_LIMIT) -> dict[str, object]:
             return sweep(self.app, limit=limit, sender=self)
 
         if interval is None or SWEEP in app.conf.beat_schedule:
             return
-        # A tick that no worker took before the next one is of no use any more. RabbitMQ then drops its message.
+        # A tick that no worker took before the next one is dropped, by RabbitMQ itself.
         options = dict.fromkeys(("expires", "expiration"), max(interval, 1.0))
         entry = {"task": SWEEP, "schedule": interval, "options": options}
         # By the name that Celery looks for first, which may have the prefix of all settings.

@@ -14,6 +14,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +24,6 @@ from click.exceptions import Exit
 from celery_idempotent.celery import finding, story
 from celery_idempotent.celery.checks import check
 from celery_idempotent.celery.operations import (
-    LONGEST_REASON,
     ON_MANY,
     OPERATIONS,
     Operation,
@@ -35,23 +35,21 @@ from celery_idempotent.celery.operations import (
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.cli import session
 from celery_idempotent.cli.session import COMMANDS, FOUND, UNREACHABLE, command, note, write
-from celery_idempotent.records import Record, Selection
+from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.stores import Store
-
 __all__ = ["COMMANDS"]
 
-#: So many seconds are spent on a look for the same key in other scopes, unless --scan asks for all of it.
+#: The seconds of a search for the same key in other scopes, without --scan.
 SCAN_SECONDS = 10.0
 
 #: The finding that the store does not answer.
 _STORE_DOWN = "E006"
 
-#: So many records are shown as a sample of all that an operation is about.
+#: The most records of a sample.
 _SAMPLE = 5
 
 
@@ -60,7 +58,7 @@ _SAMPLE = 5
     "list --state stale",
     "list --task shop.charge --state FAILED --since 10m",
     "list --key order-17",
-    params=[*session.MANY, session.number("limit", 50, "So many records at most.")],
+    params=[*session.MANY, session.number("limit", 50, "At most this many records.")],
 )
 def _list(app: Celery, limit: int, as_json: bool, **given: Any) -> None:
     """List records: the unfinished and the failed ones, or those of a --state.
@@ -68,8 +66,7 @@ def _list(app: Celery, limit: int, as_json: bool, **given: Any) -> None:
     COMPLETED records have no index: to list them (--key, --scope, --state any), keys are looked at one after the
     other, until --limit is reached.
     """
-    selection = session.selection_of(app, **given)
-    page = finding.look(get_store(app), selection, enough=limit)
+    page = finding.look(get_store(app), session.selection_of(app, **given), enough=limit)
     found = page.records[:limit]
     if found:
         session.write_records(app, found, page.now_ms, as_json=as_json)
@@ -99,7 +96,7 @@ def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given
     record, others, cut = _find(app, key, scan=scan, **given)
     store = get_store(app)
     told, now_ms = story.tell_story(app, store, record), store.now_ms()
-    shown = {"value": story.show_value(app, record)} if value else {}
+    text = story.show_value(app, record) if value else ""
     if as_json:
         fields = ("reserved", "delivered", "replaced", "on_stale")
         about = session.object_of(app, record, now_ms) | {
@@ -110,11 +107,16 @@ def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given
             "explanation": asdict(told),
             "elsewhere": [session.object_of(app, each, now_ms) for each in others],
         }
-        write(True, about | shown, "")
+        write(True, about | ({"value": text} if value else {}), "")
     else:
-        _write_story(app, told, record)
+        _write_story(told)
+        words = [record.identity.key, "--task", finding.task_name(app, record.identity)]
+        words += ["--scope", record.identity.scope] if record.identity.scope else []
+        named = click.get_current_context().find_root().params.get("app")
+        proj = named if isinstance(named, str) else "proj"
+        click.echo(f"\n  celery -A {proj} idempotency OPERATION {shlex.join(words)}")
         if value:
-            click.echo(f"\nValue\n{shown['value']}")
+            click.echo(f"\nValue\n{text}")
         if others:
             click.echo("\nThe same key elsewhere")
             session.write_records(app, others, now_ms)
@@ -134,10 +136,10 @@ def _find(
     scan: bool = False,
     elsewhere: bool = True,
 ) -> tuple[Record, Sequence[Record], bool]:
-    """Return the record that is meant, those of the same key elsewhere, and whether there may be more of these.
+    """Return the record of a KEY, those of the same key elsewhere, and whether there may be more of these.
 
-    If there is none, or several are meant, that is said and ends the command. ``elsewhere``: look for the others also
-    if the key was found where it was expected.
+    If there is none, or several, a message ends the command. ``elsewhere``: look for the others also if the key was
+    found where it was expected.
     """
     if not text:
         raise click.UsageError("KEY is empty.")
@@ -161,36 +163,22 @@ def _find(
     if len(meant) == 1:
         return meant[0], others, cut
     if several := [*meant, *others]:
-        note(f"{text} is a key of {len(several)} records: say which one by --task or --scope.")
+        note(f"{text} is a key of {len(several)} records: select one by --task or --scope.")
         session.write_records(app, several, store.now_ms())
     else:
         where = f"{task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
-        _write_story(app, story.tell_absence(f"{text} in {where}"))
+        _write_story(story.tell_absence(f"{text} in {where}"))
         if not scan:
             note("Not every record was looked at, nor every task id: `show --scan` does.")
     raise Exit(FOUND)
 
 
-def _write_story(app: Celery, told: story.Story, record: Record | None = None) -> None:
+def _write_story(told: story.Story) -> None:
     session.paragraph(told.headline, bold=True)
-    for title, sentences in (("So far", told.past), ("Next", told.future)):
-        if sentences and told.future:
-            click.echo(f"\n{title}")
+    for title, sentences in told.parts.items():
+        click.echo(f"\n{title}")
         for each in sentences:
             session.paragraph(each, indent="  - ")
-    if record is None:
-        return
-    click.echo("\nWhat you can do")
-    if told.live:
-        session.paragraph("wait. Or, with --force and a --reason:", indent="  - ")
-    for choice in told.choices:
-        session.paragraph(f"{choice.operation} {choice.effect} {choice.cost}", indent="  - ")
-    identity = record.identity
-    words = [identity.key, "--task", finding.task_name(app, identity)]
-    words += ["--scope", identity.scope] if identity.scope else []
-    named = click.get_current_context().find_root().params.get("app")
-    proj = named if isinstance(named, str) else "proj"
-    click.echo(f"\n  celery -A {proj} idempotency OPERATION {shlex.join(words)}")
 
 
 @command(
@@ -198,7 +186,7 @@ def _write_story(app: Celery, told: story.Story, record: Record | None = None) -
     "stats --hours 1",
     params=[
         Option(["--task"], metavar="NAME", help="Only the outcomes of this task."),
-        session.number("hours", 24, "Outcomes of so many hours.", most=720),
+        session.number("hours", 24, "Outcomes of the last hours.", most=720),
     ],
 )
 def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
@@ -217,14 +205,13 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
         "hours": hours,
         "outcomes": counts,
     }
-    said = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
+    states = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
     _, sweeps = story.sweeps_of(app, store, stats)
-    write(as_json, about, f"{said}. COMPLETED records are not counted. {sweeps}")
-    if not counts:
-        counting = store.supports_counting
-        note(
-            f"No outcomes in the last {hours} h." if counting else "This store counts no outcomes."
-        )
+    write(as_json, about, f"{states}. COMPLETED records are not counted. {sweeps}")
+    if not store.supports_counting:
+        note("This store counts no outcomes.")
+    elif not counts:
+        note(f"No outcomes in the last {hours} h.")
     elif not as_json:
         session.paragraph(f"In the last {hours} h:")
         series = story.SERIES
@@ -239,7 +226,7 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
 
 
 def _user() -> str:
-    """Return who calls, by the name of the machine's account."""
+    """Return the name of the machine's account."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container may run under a number that has no name
@@ -257,7 +244,7 @@ _ON_MANY = [
     Argument(["one"], required=False, metavar="[KEY]"),
     Option(["--all", "every"], is_flag=True, help="All that are selected, not one KEY."),
     *session.MANY,
-    session.number("limit", 1000, "With --all: so many at most.", most=100_000),
+    session.number("limit", 1000, "With --all: at most this many.", most=100_000),
     Option(["--dry-run"], is_flag=True, help="With --all: say what would be done."),
     *_REQUEST,
 ]
@@ -273,94 +260,67 @@ _HELP = """{} the record of a KEY{}.
 
     It {}
 
-    It asks first, and does nothing to a record that has changed since, or whose owner is live (unless forced). Exit
-    code 1 if anything was left alone.
+    It asks first. A record that has changed since, or whose owner is live (unless forced), is left alone: exit code 1.
 """
 
 
-def _make_command(operation: Operation) -> None:
-    """Make the command of an operation, on one KEY or on all that are selected."""
-
-    def run(
-        app: Celery,
-        one: str | None,
-        who: str,
-        reason: str,
-        force: bool,
-        yes: bool,
-        as_json: bool,
-        every: bool = False,
-        limit: int = 1,
-        dry_run: bool = False,
-        value: str = "",
-        **given: Any,
-    ) -> None:
-        if len(reason) > LONGEST_REASON:
-            raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
-        named = {name: given.pop(name) for name in ("task", "scope")}
-        if every is (one is not None) or (one is not None and (dry_run or any(given.values()))):
-            raise click.UsageError("Give a KEY, with --task and --scope, or --all and a selection.")
-        store, selection, cost = session.store_of(app), Selection(), ""
-        try:
-            request = OperationRequest(operation, who=who, reason=reason, force=force)
-            if every:
-                selection = session.selection_of(app, **named, **given)
-                page = finding.look(store, selection, enough=limit)
-                found = [each.identity for each in page.records]
-                if page.cursor or len(found) > limit:
-                    note(f"There may be more than {limit:,}: run it again for the rest.")
-                # Lists leave out whether there is a message.
-                records = finding.read_whole(store, found[:limit])
-            else:
-                records = [_find(app, one or "", elsewhere=False, **named)[0]]
-                told = story.tell_story(app, store, records[0])
-                cost = "".join(each.cost for each in told.choices if each.operation == operation)
-                note(told.headline)
-            chosen = _preview(app, request, records, cost)
-            if value and chosen:
-                stored = story.value_from_json(app, chosen[0].identity, value)
-                request = replace(request, value=stored)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-        if waiting := _staged(store, selection) if operation == "forget" else 0:
-            note(f"{waiting:,} messages in the outbox to be discarded.")
-        if dry_run:
-            return
-        if not chosen and not waiting:
-            note("Nothing was done.")
-            raise Exit(FOUND if records else 0)
-        if not yes:
-            click.confirm(f"{operation.capitalize()} {len(chosen):,}?", abort=True, err=True)
-        # Before the records: a message that is sent meanwhile would make a new one.
-        if waiting:
-            note(f"{_staged(store, selection, discard=True):,} messages in the outbox discarded.")
-        _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
-
-    effect = OPERATIONS[operation].effect
-    example = f"{operation} order-17 --task shop.charge --reason 'ticket 4711'"
-    params, also, examples = _ON_ONE, "", [f"{example} --value '17.50'"]
-    if operation in ON_MANY:
-        params, also = _ON_MANY, ", or all that are selected"
-        examples = [example, f"{operation} --all --task shop.charge --state stale --before 10m"]
-    run.__doc__ = _HELP.format(operation.capitalize(), also, effect)
-    command(operation, *examples, params=params)(run)
-
-
-def _staged(store: Store, wanted: Selection, *, discard: bool = False) -> int:
-    """Count the messages in the outbox that are meant, or discard them: those of scopes selected as a whole."""
-    alias, models = store.outbox_alias, session.django_part("models")
-    whole = Selection(scopes=wanted.scopes)
-    if not wanted.scopes or wanted != whole or alias is None or models is None:
-        return 0
-    found = models.OutboxMessage.objects.using(alias).filter(scope__in=wanted.scopes)
-    count: int = found.delete()[0] if discard else found.count()
-    return count
+def _operate(
+    app: Celery,
+    *,
+    operation: Operation,
+    one: str | None,
+    task: str | None,
+    scope: str | None,
+    who: str,
+    reason: str,
+    force: bool,
+    yes: bool,
+    as_json: bool,
+    every: bool = False,
+    limit: int = 1,
+    dry_run: bool = False,
+    value: str = "",
+    **given: Any,
+) -> None:
+    """Operate on one KEY, or on all that are selected."""
+    if every is (one is not None) or (one is not None and (dry_run or any(given.values()))):
+        raise click.UsageError("Give a KEY, with --task and --scope, or --all and a selection.")
+    try:
+        request = OperationRequest(operation, who=who, reason=reason, force=force)
+        effect = ""
+        if every:
+            selection = session.selection_of(app, task=task, scope=scope, **given)
+            page = finding.look(get_store(app), selection, enough=limit)
+            found = [each.identity for each in page.records]
+            if page.cursor or len(found) > limit:
+                note(f"There may be more than {limit:,}: run it again for the rest.")
+            # Lists leave out whether there is a message.
+            records = finding.read_whole(get_store(app), found[:limit])
+        else:
+            records = [_find(app, one or "", task=task, scope=scope, elsewhere=False)[0]]
+            told = story.tell_story(app, get_store(app), records[0])
+            effect = told.choices.get(operation, "")
+            note(told.headline)
+        chosen = _preview(app, request, records, effect)
+        if value and chosen:
+            stored = story.value_from_json(app, chosen[0].identity, value)
+            request = replace(request, value=stored)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if dry_run:
+        return
+    if not chosen:
+        note("Nothing was done.")
+        raise Exit(FOUND if records else 0)
+    if not yes:
+        click.confirm(f"{operation.capitalize()} {len(chosen):,}?", abort=True, err=True)
+    _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
 
 
 def _preview(
-    app: Celery, request: OperationRequest, records: Sequence[Record], cost: str
+    app: Celery, request: OperationRequest, records: Sequence[Record], effect: str
 ) -> list[Record]:
-    """Say what would be done to which of the records, and return these; ``cost`` is that of one."""
+    """Say what would be done to which of the records, and return these; ``effect``: on a single one."""
     operation, now_ms = request.operation, get_store(app).now_ms()
     meaning, done = OPERATIONS[operation], ("apply", "held") if request.force else ("apply",)
     verdicts = [(verdict(app, operation, each, now_ms), each) for each in records]
@@ -370,7 +330,7 @@ def _preview(
     if chosen:
         states = Counter(each.state.value for each in chosen)
         counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        note(f"{operation} {meaning.effect} {cost or f'({counted})'}")
+        note(f"{operation} {effect or f'{meaning.effect} ({counted})'}")
         session.write_records(app, chosen[:_SAMPLE], now_ms, err=True)
     why = {"held": "its owner is live (--force, with a --reason).", "skip": meaning.refusal}
     for word, count in Counter(word for word, _ in verdicts if word not in done).items():
@@ -381,20 +341,18 @@ def _preview(
 def _execute(
     app: Celery, request: OperationRequest, records: Sequence[Record], *, left: int, as_json: bool
 ) -> None:
-    """Do it to one record after the other, and end with the exit code; ``left`` were left alone before."""
+    """Operate on one record after the other, and end with the exit code; ``left`` were left alone before."""
     counts: Counter[Outcome | None] = Counter()
     total, operation = len(records), request.operation
     done = OPERATIONS[operation].done
     try:
         for record, outcome, trouble in operate_on_each(app, request, records):
             counts[outcome] += 1
-            word, text = "unknown", f"it may have been done, or not: {trouble}"
-            if outcome is Outcome.DONE:
-                word, text = "done", done
-            elif outcome is not None:
-                word, text = outcome.name.lower(), outcome.value
+            word = "unknown" if outcome is None else outcome.name.lower()
+            text = f"it may have been done, or not: {trouble}" if outcome is None else outcome.value
             about = session.object_of(app, record, record.updated_ms)
             about |= {"operation": operation, "outcome": word}
+            text = done if outcome is Outcome.DONE else text
             write(as_json, about, f"{record.identity}: {text}")
     except KeyboardInterrupt:
         note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
@@ -413,20 +371,27 @@ def _execute(
         raise Exit(FOUND)
 
 
-for _operation in OPERATIONS:
-    _make_command(_operation)
+for _operation, _meaning in OPERATIONS.items():
+    _example = f"{_operation} order-17 --task shop.charge --reason 'ticket 4711'"
+    _params, _also, _examples = _ON_ONE, "", [f"{_example} --value '17.50'"]
+    if _operation in ON_MANY:
+        _all = f"{_operation} --all --task shop.charge --state stale --before 10m"
+        _params, _also, _examples = _ON_MANY, ", or all that are selected", [_example, _all]
+    _help = _HELP.format(_operation.capitalize(), _also, _meaning.effect)
+    _made = command(_operation, *_examples, params=_params, text=_help)
+    _made(partial(_operate, operation=_operation))
 
 
 # -- upkeep ------------------------------------------------------------------------------------------------------------
 
-_LIMIT = session.number("limit", 10_000, "So many records in one step.")
+_LIMIT = session.number("limit", 10_000, "Records in one step.")
 
 
 @command("sweep", "sweep", params=[_LIMIT])
 def _sweep(app: Celery, limit: int, as_json: bool) -> None:
     """Do what beat asks for every idempotency_sweep_interval, once, now.
 
-    Stale records are interrupted, failed or requeued, as their tasks say; what is past its retention is deleted; the
+    Stale records are interrupted, failed or requeued, as their tasks say; records past their retention are deleted; the
     outbox is sent. Safe beside other sweeps.
     """
     session.store_of(app)
@@ -440,7 +405,7 @@ def _sweep(app: Celery, limit: int, as_json: bool) -> None:
 def _prune(app: Celery, limit: int, as_json: bool) -> None:
     """Delete all records that are past their retention, in steps of --limit.
 
-    Redis deletes records by itself; there only their entries in the indexes are left to this.
+    Redis expires records; there this deletes only their entries in the indexes.
     """
     store, pruned = session.store_of(app), 0
     while (count := store.prune(limit=limit)) > 0:
@@ -460,8 +425,8 @@ def _check(app: Celery, health: bool, as_json: bool) -> None:
     Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
     answer.
 
-    With --health nothing is said about settings: does the store answer, did a sweep end within three intervals, does no
-    message wait in the outbox for over a minute?
+    --health checks no settings, but: does the store answer, did a sweep end within three intervals, has no message
+    waited in the outbox for over a minute?
     """
     if health:
         _check_health(app, as_json=as_json)
@@ -482,9 +447,9 @@ def _check_health(app: Celery, *, as_json: bool) -> None:
     found, sweeps = story.check_health(app, store, outbox_ms=waits)
     oldest = found["outbox"]["oldest_s"]
     sentences = {
-        "store": f"It counted in {found['store']['answered_ms']:.0f} ms.",
+        "store": f"It answered in {found['store']['answered_ms']:.0f} ms.",
         "sweep": sweeps,
-        "outbox": "Nothing waits." if oldest is None else f"A message waits for {oldest} s.",
+        "outbox": "No message waits." if oldest is None else f"The oldest waits for {oldest} s.",
     }
     if as_json:
         write(True, found, "")

@@ -1,4 +1,4 @@
-"""What several commands have: their app, options, output, and exit codes that scripts can use."""
+"""The common ground of the commands: their app, their options, their output, exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,37 +27,38 @@ if TYPE_CHECKING:
 #: that nobody knows whether it was done.
 FOUND, UNREACHABLE = 1, 3
 
-#: So many characters of a cell are shown on a terminal.
-_WIDEST = 40
-
-#: The columns of a table of records; the narrow ones come first.
+#: The columns of a table of records, the narrow ones first.
 _COLUMNS = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "TASK ID", "WORKER")
+
+#: The most characters of a cell on a terminal.
+_WIDEST = 40
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 _LENGTH = re.compile(r"([0-9]{1,9})\s*(s|min|m|h|d)", re.ASCII)
 
-#: By their names, in the order in which they are made.
+#: By their names, in the order of the help.
 COMMANDS: dict[str, click.Command] = {}
 
 
 def command(
-    name: str, *examples: str, params: Sequence[click.Parameter] = ()
+    name: str, *examples: str, params: Sequence[click.Parameter] = (), text: str = ""
 ) -> Callable[[Callable[..., None]], None]:
-    """Make a command of a function of the app that ``-A`` names."""
+    """Make a command of a function of the app that ``-A`` names; ``text``: its help, by default the docstring."""
+    shown = "".join(f"\n  celery -A proj idempotency {each}" for each in examples)
+    as_json = Option(["--json", "as_json"], is_flag=True, help="One JSON object a line.")
 
     def decorate(function: Callable[..., None]) -> None:
         @click.pass_context
-        @wraps(function)
         def run(ctx: click.Context, /, **given: object) -> None:
             function(ctx.obj.app, **given)
 
-        shown = "".join(f"\n  celery -A proj idempotency {each}" for each in examples)
-        every = [
-            *params,
-            Option(["--json", "as_json"], is_flag=True, help="One JSON object a line."),
-        ]
-        made = click.command(name, params=every, epilog=f"\b\nExamples:{shown}")(run)
-        COMMANDS[name] = made
+        COMMANDS[name] = click.Command(
+            name,
+            callback=run,
+            params=[*params, as_json],
+            help=text or function.__doc__,
+            epilog=f"\b\nExamples:{shown}",
+        )
 
     return decorate
 
@@ -88,13 +87,13 @@ def _milliseconds(text: str) -> int:
     """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
     found = _LENGTH.fullmatch(text.strip())
     if found is None:
-        raise click.BadParameter(f"{text!r} is no length of time: 90s, 10m, 2h or 1d.")
+        raise click.BadParameter(f"{text!r} is not a length of time: 90s, 10m, 2h or 1d.")
     return int(found[1]) * _UNITS[found[2]] * 1000
 
 
 _STATES = click.Choice(list(finding.STATES), case_sensitive=False)
 _STATE = "Only this state. Default: any with --key or --scope, else all but COMPLETED."
-_SCOPE = "Only this scope; `user 17` for what that user sent over HTTP."
+_SCOPE = "Only this scope; `user 17` for requests of that user."
 
 #: Which record a KEY is about.
 ONE = [
@@ -102,7 +101,7 @@ ONE = [
     Option(["--scope"], metavar="SCOPE", help=_SCOPE),
 ]
 
-#: Which of all records are meant.
+#: Which of all records are selected.
 MANY = [
     *ONE,
     Option(["--key"], metavar="KEY", help="Only this key, in every scope."),
@@ -119,7 +118,7 @@ def number(name: str, default: int, text: str, *, most: int | None = None) -> Op
 
 
 def known_namespaces(app: Celery) -> list[str]:
-    """Return what keys may be for: the app's tasks, and the views of its Django project."""
+    """Return the namespaces of the app's tasks, and of the views of its Django project."""
     views = django_part("http.views")
     ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
     return list(dict.fromkeys([*ours, *(views.view_namespaces() if views else ())]))
@@ -129,16 +128,12 @@ def selection_of(
     app: Celery, *, since: int | None = None, before: int | None = None, **given: str | None
 ) -> Selection:
     """Return the selection that the options make."""
-    store = store_of(app)
-    now_ms = store.now_ms()
-    found = finding.select(
-        app,
-        given,
-        since_ms=None if since is None else now_ms - since,
-        before_ms=None if before is None else now_ms - before,
-    )
+    now_ms = store_of(app).now_ms()
+    since_ms = None if since is None else now_ms - since
+    before_ms = None if before is None else now_ms - before
+    found = finding.select(app, given, since_ms=since_ms, before_ms=before_ms)
     if found.namespace and found.namespace not in known_namespaces(app):
-        note(f"No task of this app is called {given['task']}: records of that namespace are meant.")
+        note(f"No task of this app is called {given['task']}: it is taken as a namespace.")
     if given.get("state") or found.keys or found.scopes:
         return found
     return replace(found, states=finding.UNFINISHED_AND_FAILED)
@@ -148,7 +143,7 @@ def selection_of(
 
 
 def on_terminal() -> bool:
-    """Does a person read the output, or a program?"""
+    """Whether a person reads the output, not a program."""
     return sys.stdout.isatty()
 
 
@@ -162,37 +157,28 @@ def table(
 ) -> None:
     """Write a table, into a pipe whole and with tabs.
 
-    On a terminal cells are cut, empty columns are left out, and where it is too narrow, so are the last, down to
-    ``least`` columns.
+    On a terminal cells are cut, empty columns left out, and on a narrow one the last, down to ``least`` columns.
     """
-    if not on_terminal():
-        for row in [head, *rows]:
-            click.echo("\t".join(cell or "-" for cell in row), err=err)
-        return
-    columns = [
-        [cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in column]
-        for column in zip(head, *rows, strict=True)
-        if any(column[1:])
-    ]
-    widths = [max(map(len, column)) for column in columns]
-    while len(widths) > least and sum(widths) + 2 * len(widths) > width():
-        widths.pop()
-    for line in zip(*columns[: len(widths)], strict=True):
-        cells = map(str.ljust, line, widths)
-        click.echo("  ".join(cells).rstrip(), err=err)
+    lines: list[Sequence[str]] = [head, *rows]
+    texts = ["\t".join(cell or "-" for cell in line) for line in lines]
+    if on_terminal():
+        columns = [
+            [cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in column]
+            for column in zip(*lines, strict=True)
+            if any(column[1:])
+        ]
+        widths = [max(map(len, column)) for column in columns]
+        while len(widths) > least and sum(widths) + 2 * len(widths) > width():
+            widths.pop()
+        cells = zip(*columns, strict=True)
+        texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    click.echo("\n".join(texts), err=err)
 
 
 def paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
     """Write a sentence or two, broken at the width of the terminal, in a pipe on one line."""
-    lines = textwrap.wrap(
-        text,
-        min(width(), 120) if on_terminal() else 10_000,
-        initial_indent=indent,
-        subsequent_indent=" " * len(indent),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    click.secho("\n".join(lines), bold=bold)
+    wide = min(width(), 120) if on_terminal() else 10_000
+    click.secho(click.wrap_text(text, wide, indent, " " * len(indent)), bold=bold)
 
 
 def note(text: str) -> None:
@@ -201,7 +187,7 @@ def note(text: str) -> None:
 
 
 def write(as_json: bool, item: Mapping[str, object], text: str, *, indent: str = "") -> None:
-    """Write one object, on a line of its own, or what it says for people."""
+    """Write one object on a line, or its text for people."""
     if as_json:
         click.echo(json.dumps(item, ensure_ascii=False))
     else:
@@ -211,22 +197,19 @@ def write(as_json: bool, item: Mapping[str, object], text: str, *, indent: str =
 def write_records(
     app: Celery, records: Sequence[Record], now_ms: int, *, as_json: bool = False, err: bool = False
 ) -> None:
-    """Write records as a table; times of one for a pipe do not depend on now."""
-    objects = [object_of(app, each, now_ms) for each in records]
-    if as_json:
-        for each in objects:
-            write(True, each, "")
-        return
+    """Write records as a table, or as JSON lines."""
     rows = []
-    for record, each in zip(records, objects, strict=True):
-        cells = [each[name] for name in ("key", "task", "scope", "state", "updated", "crashes")]
-        if on_terminal():
-            cells[2] = finding.scope_in_words(record.identity.scope)
-            cells[4:] = [ago(record.updated_ms, now_ms), record.crashes or ""]
-        cells[3] = record.state.value + (", stale" if each["stale"] else "")
-        worker = record.worker.partition("/")[0] if on_terminal() else record.worker
-        rows.append([*map(str, cells), record.task_id, worker])
-    table(_COLUMNS, rows, least=4, err=err)
+    for record in records:
+        about = object_of(app, record, now_ms)
+        if as_json:
+            write(True, about, "")
+        identity, state = record.identity, record.state.value
+        state += ", stale" if about["stale"] else ""
+        scope, crashes = finding.scope_in_words(identity.scope), str(record.crashes or "")
+        cells = [identity.key, str(about["task"]), scope, state, ago(record.updated_ms, now_ms)]
+        rows.append([*cells, crashes, record.task_id, record.worker.partition("/")[0]])
+    if not as_json:
+        table(_COLUMNS, rows, least=4, err=err)
 
 
 def object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:

@@ -1,8 +1,9 @@
-"""The checks of :mod:`celery_idempotent.checks` among Django's own; those that ask servers with ``check --deploy``."""
+"""The checks of :mod:`celery_idempotent.checks` among Django's own; with ``--deploy`` also those that ask servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
@@ -10,36 +11,35 @@ from django.core.exceptions import ImproperlyConfigured
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
 from celery_idempotent.django.applications import celery_app, has_app
 
+if TYPE_CHECKING:
+    from celery import Celery
+
 #: ``manage.py check --tag idempotency``
 TAG = "idempotency"
+
+_KINDS = {"error": checks.Error, "warning": checks.Warning}
 
 
 @checks.register(TAG)
 def of_settings(**_: object) -> list[checks.CheckMessage]:
-    """Import all tasks, as a worker does, and look at them and at the settings: commands shall not wait for servers."""
-    if not has_app():
-        return []
+    """Import all tasks, as a worker does, and check them and the settings, without asking a server."""
     try:
-        return _messages(check_settings(celery_app()))
+        return _messages(check_settings)
     except ImproperlyConfigured as error:
         return [checks.Error(str(error), id="celery_idempotent.E012")]
 
 
 @checks.register(TAG, deploy=True)
 def of_store(**_: object) -> list[checks.CheckMessage]:
-    """Ask the store, too."""
-    if not has_app():
-        return []
+    """Check the store and its servers."""
     try:
-        app = celery_app()
-    except ImproperlyConfigured:
-        return []  # said above
-    return _messages(check_store(app))
+        return _messages(check_store)
+    except ImproperlyConfigured:  # which is E012
+        return []
 
 
-def _messages(found: Iterable[Finding]) -> list[checks.CheckMessage]:
-    kinds = {"error": checks.Error, "warning": checks.Warning}
+def _messages(look: Callable[[Celery], Iterable[Finding]]) -> list[checks.CheckMessage]:
     return [
-        kinds[each.level](each.problem, hint=each.hint, id=f"celery_idempotent.{each.id}")
-        for each in found
+        _KINDS[each.level](each.problem, hint=each.hint, id=f"celery_idempotent.{each.id}")
+        for each in (look(celery_app()) if has_app() else ())
     ]

@@ -46,14 +46,8 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
         ],
         last_hour=100,
     )
-    assert chart.totals == {
-        "runs": 6,
-        "releases": 1,
-        "failures": 1,
-        "replays": 2,
-        "conflicts": 3,
-        "trouble": 1,
-    }
+    assert list(chart.totals.values()) == [6, 1, 1, 2, 3, 1]
+    assert chart.summary.startswith("6 runs, 1 releases, 1 failures, 2 replays, 3 conflicts, 1 tr")
     assert chart.highest == 8
     assert [(bar.series, bar.x, bar.y, bar.height) for bar in chart.bars] == [
         ("runs", 221, 50.0, 50.0),
@@ -74,14 +68,8 @@ def test_the_busiest_task_comes_first(project: None) -> None:
 
 def test_outcomes_are_shown_by_task(store: Any, serve: Serve, operator: Client) -> None:
     serve(store)
-    store.count(
-        {
-            (TASK, "claimed"): 1200,
-            (TASK, "released"): 40,
-            (TASK, "replayed"): 3,
-            ("other", "claimed"): 1,
-        }
-    )
+    ours = {(TASK, "claimed"): 1200, (TASK, "released"): 40, (TASK, "replayed"): 3}
+    store.count({**ours, ("other", "claimed"): 1})
     page = text(operator.get(CHARTS))
     assert "1,200 runs, 40 releases, 0 failures, 3 replays, 0 conflicts, 0 trouble" in page
     assert "up to 1203 an hour" in page
@@ -101,10 +89,7 @@ def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project:
     found = checks.run_checks(tags=["idempotency"])
     assert [each.id for each in found] == ["celery_idempotent.W003"]
     found = checks.run_checks(tags=["idempotency"], include_deployment_checks=True)
-    assert sorted(str(each.id) for each in found) == [
-        "celery_idempotent.E006",
-        "celery_idempotent.W003",
-    ]
+    assert {each.id for each in found} == {"celery_idempotent.E006", "celery_idempotent.W003"}
 
 
 def test_a_count_that_may_be_larger_has_a_plus(

@@ -1,32 +1,58 @@
-"""Operations do what they say to the very record that was seen, for those who may, and leave a note of who and why."""
+"""Operations from the list and from the page of a record: asked about once, done to what was seen, each is noted."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery.signals import before_task_publish
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 
 from celery_idempotent import FailedByOperator
-from celery_idempotent.records import Record, State
-from celery_idempotent.stores import Store
-from tests.admin.pages import LIST, address, fields, text
-from tests.support.admin import TASK, claim, identity
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Record, Renewal, State
+from celery_idempotent.stores import Store, open_store
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+from tests.admin.pages import LIST, OPERATE, address, ask, confirm, fields, marks, said, text
+from tests.support.admin import TASK, claim, identity, settle
 from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
-OPERATIONS = ("release", "requeue", "complete", "fail", "forget")
 
 
-def message_of(app: Any, key: str) -> bytes:
-    """What a sweep would publish again."""
+def stale(store: Store, *keys: str, **more: Any) -> None:
+    """Claims whose leases ran out."""
+    for key in keys:
+        claim(store, key, lease_ms=1, **more)
+    wait_for(lambda: store.stats().stale == len(keys), what="leases that ran out")
+
+
+def crash(app: Any, store: Store, key: str, task_id: str = "task-1") -> Record:
+    """An interrupted record that keeps the message of a task of the app."""
     task = app.tasks[TASK]
-    found = task.idempotency_definition().codec.dump_message(task.s(key).set(task_id="task-1"))
-    assert isinstance(found, bytes)
-    return found
+    message = task.idempotency_definition().codec.dump_message(task.s(key).set(task_id=task_id))
+    record = claim(store, key, task_id=task_id, message=message)
+    store.interrupt(record.identity, token=record.token)
+    return record
+
+
+def verdicts(page: Any) -> dict[str, str]:
+    return {row.record.identity.key: row.verdict for row in page.context_data["rows"]}
+
+
+def entries() -> dict[str, str]:
+    from django.contrib.admin.models import LogEntry
+
+    return {each.object_repr: each.change_message for each in LogEntry.objects.all()}
+
+
+def left(store: Store, *keys: str) -> dict[str, State | None]:
+    found = {key: store.get(identity(key)) for key in keys}
+    return {key: None if record is None else record.state for key, record in found.items()}
 
 
 @pytest.fixture
@@ -42,136 +68,347 @@ def published() -> Any:
     before_task_publish.disconnect(note)
 
 
-def entries() -> list[tuple[str, int, str]]:
-    from django.contrib.admin.models import LogEntry
-
-    found = LogEntry.objects.order_by("pk")
-    return [(each.object_repr, each.action_flag, each.change_message) for each in found]
-
-
-def stale(store: Store, key: str, **more: Any) -> Record:
-    """A claim whose lease ran out."""
-    record = claim(store, key, lease_ms=1, **more)
-    wait_for(lambda: store.stats().stale, what="a lease that ran out")
-    return record
-
-
-def confirm(browser: Client, key: str, operation: str, **given: Any) -> Any:
-    """Look at the page that asks, and say yes."""
-    page = browser.get(address(key, operation))
-    assert page.status_code == 200, text(page)
-    return browser.post(address(key, operation), {**fields(page), **given})
+# -- one record --------------------------------------------------------------------------------------------------------
 
 
 def test_a_stale_claim_is_released(store: Store, serve: Serve, operator: Client) -> None:
     serve(store)
     stale(store, "a")
-    answer = confirm(operator, "a", "release", reason="its host is gone")
-    assert answer.status_code == 302
-    assert store.get(identity("a")) is None
-    assert entries() == [(f"{TASK} key a", 2, "Released. Reason: its host is gone")]
+    answer = confirm(operator, ask(operator, "release", one="a"), reason="its host is gone")
+    assert answer["Location"] == address("a")
+    assert left(store, "a") == {"a": None}
+    assert entries() == {f"{TASK} key a": "Released. Reason: its host is gone"}
     gone = operator.get(answer["Location"])
     assert gone.status_code == 404
-    assert f"Released: {TASK} key a." in text(gone)
-    assert "Released. Reason: its host is gone" in text(gone)
+    for told in (f"Released: {TASK} key a.", "Released. Reason: its host is gone", "never called"):
+        assert told in text(gone)
 
 
-def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
-    store: Store, serve: Serve, operator: Client
-) -> None:
-    app = serve(store)
-    stale(store, "a", fingerprint=None)
-    confirm(operator, "a", "fail")
-    record = store.get(identity("a"))
-    assert record is not None
-    assert record.state is State.FAILED
-    error = app.tasks[TASK].idempotency_definition().codec.load_error(record.value)
-    assert isinstance(error, FailedByOperator)
+def test_a_failed_key_gives_its_error_to_duplicates(memory: Store, serve: Serve, operator) -> None:
+    app = serve(memory)
+    stale(memory, "a", fingerprint=None)
+    confirm(operator, ask(operator, "fail", one="a"))
     with pytest.raises(FailedByOperator):
         app.tasks[TASK].apply(("a",), throw=True).get()
     assert "FailedByOperator" in text(operator.get(address("a")))
 
 
 def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(
-    store: Store, serve: Serve, operator: Client
+    memory: Store, serve: Serve, operator: Client
 ) -> None:
-    app = serve(store)
-    stale(store, "a", fingerprint=None)
-    for wrong, problem in {"": "required", "ch_17": "is no JSON", '"x': "is no JSON"}.items():
-        answer = confirm(operator, "a", "complete", value=wrong)
+    app = serve(memory)
+    stale(memory, "a", fingerprint=None)
+    page = operator.get(address("a"))
+    for wrong, problem in {"": "required", "ch_17": "is not JSON"}.items():
+        answer = confirm(operator, ask(operator, "complete", one="a"), value=wrong)
         assert answer.status_code == 400
         assert problem in text(answer)
-    assert entries() == []
-    answer = confirm(operator, "a", "complete", value='"ch_17"', reason="the bank has it")
-    assert answer.status_code == 302
+    assert entries() == {}
+    question = ask(operator, "complete", one="a")
+    assert confirm(operator, question, value='"ch_17"', reason="the bank has it").status_code == 302
     assert app.tasks[TASK].apply(("a",), throw=True).get() == "ch_17"
-    assert entries() == [(f"{TASK} key a", 2, "Completed. Reason: the bank has it")]
-    page = text(operator.get(address("a")))
-    assert "completed it with a value" in page
-    assert ": the bank has it" in page
-    assert address("a", "complete") not in page
-    # Nobody gets another value than those before.
-    answer = operator.get(address("a", "complete"))
-    assert "Nothing was done" in text(operator.get(answer["Location"]))
+    assert entries() == {f"{TASK} key a": "Completed. Reason: the bank has it"}
+    for told in ("completed it with a value", ": the bank has it"):
+        assert told in text(operator.get(address("a")))
+    # Nobody gets another value than those before: neither is it offered, nor done from a page of before.
+    assert 'value="complete"' in page.content.decode()
+    assert 'value="complete"' not in operator.get(address("a")).content.decode()
+    assert "Nothing was done" in said(operator, ask(operator, "complete", one="a"))
 
 
-def test_what_was_interrupted_is_requeued_under_its_task_id(
-    store: Store, serve: Serve, operator: Client, published: list[str]
+def test_a_message_is_published_again_under_its_task_id_or_the_operator_is_told(
+    memory: Store, serve: Serve, operator: Client, published: list[str]
+) -> None:
+    crash(serve(memory), memory, "a")
+    confirm(operator, ask(operator, "requeue", one="a"))
+    assert left(memory, "a") == {"a": State.QUEUED}
+    assert published == ["task-1"]
+    record = claim(memory, "b", message=b"application/x-python-serialize\nbinary\nnothing")
+    memory.interrupt(record.identity, token=record.token)
+    answer = confirm(operator, ask(operator, "requeue", one="b"))
+    assert "but not published" in said(operator, answer)
+    assert "not published yet" in entries()[f"{TASK} key b"]
+
+
+# -- several -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "past", "after"),
+    [
+        ("release", "Released", None),
+        ("fail", "Failed", State.FAILED),
+        ("forget", "Forgotten", None),
+        ("requeue", "Requeued", State.QUEUED),
+    ],
+)
+def test_those_that_are_ticked_are_operated_on_after_one_question(
+    store: Store, serve: Serve, operator: Client, operation: str, past: str, after: State | None
 ) -> None:
     app = serve(store)
-    record = claim(store, "a", message=message_of(app, "a"), task_id="task-1")
-    store.interrupt(record.identity, token=record.token)
-    confirm(operator, "a", "requeue")
-    found = store.get(identity("a"))
-    assert found is not None
-    assert (found.state, found.crashes) == (State.QUEUED, 1)
-    assert published == ["task-1"]
-    assert entries() == [(f"{TASK} key a", 2, "Requeued. Reason: a test")]
+    if operation == "release":
+        stale(store, *"abc")
+    else:
+        for n, key in enumerate("abc"):
+            crash(app, store, key, f"task-{n}")
+    before = left(store, *"abc")
+    page = ask(operator, operation, "ab", query=f"?task={TASK}")
+    assert f"{operation.capitalize()} 2 records ?" in text(page)
+    assert verdicts(page) == {"a": "apply", "b": "apply"}
+    assert (left(store, *"abc"), entries()) == (before, {})
+    done = confirm(operator, page, reason="the host is gone")
+    assert done["Location"] == f"{LIST}?task={TASK}"
+    assert f"{past}: 2 of 2." in said(operator, done)
+    assert left(store, *"abc") == {**before, "a": after, "b": after}
+    assert entries() == dict.fromkeys(
+        (f"{TASK} key a", f"{TASK} key b"), f"{past}. Reason: the host is gone"
+    )
 
 
-def test_a_message_that_cannot_be_published_stays_queued_and_the_operator_is_told(
+def test_the_question_says_the_verdict_of_each_and_why(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    settle(store, claim(store, "done"))
+    gone, moved = claim(store, "gone"), claim(store, "moved")
+    claim(store, "live")
+    stale(store, "stale")
+    listed = marks(operator.get(LIST))
+    store.forget(gone.identity)
+    settle(store, moved)
+    page = operator.post(OPERATE, {"operation": "release", "record": list(listed.values())})
+    skipped = dict.fromkeys(("done", "gone", "moved"), "skip")
+    assert verdicts(page) == {**skipped, "live": "held", "stale": "apply"}
+    for told in (
+        "Release 1 record ? 1 more only if you force it. 3 will be left alone.",
+        "only a QUEUED or a PROCESSING record can be released",
+        "there is no such record any more",
+        "it has changed since it was shown",
+        "its owner is live",
+    ):
+        assert told in text(page)
+    sent = fields(page)
+    assert (sent["record"], sent["live"]) == ([listed["stale"]], [listed["live"]])
+
+
+def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    for key in "ab":
+        claim(store, key)
+    stale(store, "s")
+    page = ask(operator, "release")
+    for given in ({"force": "on", "reason": ""}, {"force": "on", "reason": "  "}):
+        again = confirm(operator, page, **given)
+        assert again.status_code == 400
+        assert "This field is required" in text(again)
+        assert fields(again) == fields(page)
+    told = said(operator, confirm(operator, page))
+    assert left(store, *"abs") == {"a": State.PROCESSING, "b": State.PROCESSING, "s": None}
+    assert f"Released: {TASK} key s." in told
+    assert "2 left alone: the owner is live." in told
+    assert list(entries()) == [f"{TASK} key s"]
+    done = confirm(operator, ask(operator, "release"), force="on", reason="they hang")
+    assert "Released: 2 of 2." in said(operator, done)
+    assert "forced on a live owner. Reason: they hang" in entries()[f"{TASK} key a"]
+
+
+def test_a_live_record_among_the_others_is_not_taken_by_a_forged_form(
     memory: Store, serve: Serve, operator: Client
 ) -> None:
     serve(memory)
-    record = claim(memory, "a", message=b"application/x-python-serialize\nbinary\nnothing")
-    memory.interrupt(record.identity, token=record.token)
-    answer = confirm(operator, "a", "requeue")
-    assert "not published yet" in text(operator.get(answer["Location"]))
-    assert "not published yet" in entries()[0][2]
+    claim(memory, "a")
+    page = ask(operator, "release")
+    forged = {**fields(page), "record": fields(page)["live"], "force": "on", "again": "on"}
+    del forged["live"]
+    answer = operator.post(OPERATE, {**forged, "reason": "forged"})
+    assert "Left alone: its owner is live" in said(operator, answer)
+    assert (left(memory, "a"), entries()) == ({"a": State.PROCESSING}, {})
+
+
+def test_only_what_was_asked_about_is_done_although_leases_end_and_workers_wake_up(
+    serve: Serve, operator: Client
+) -> None:
+    """A live owner is not taken without a force, nor a frozen one that woke up by the force for another."""
+    clock = FakeClock()
+    memory = MemoryStore(clock)
+    serve(memory)
+    live = claim(memory, "live", lease_ms=1_000)
+    page = ask(operator, "release")
+    assert verdicts(page) == {"live": "held"}
+    clock.advance(1_001)
+    again = confirm(operator, page)
+    assert (again.status_code, verdicts(again)) == (400, {"live": "apply"})
+    assert memory.get(live.identity) == live
+
+    claim(memory, "hangs")
+    page = ask(operator, "release")
+    assert verdicts(page) == {"live": "apply", "hangs": "held"}
+    renewal = Renewal(identity=live.identity, token=live.token, lease_ms=60_000, keep_ms=60_000)
+    assert memory.renew([renewal]) == [True]
+    confirm(operator, page, force="on", reason="it hangs")
+    assert left(memory, "live", "hangs") == {"live": State.PROCESSING, "hangs": None}
+
+
+def test_each_is_done_whatever_the_outcome_of_the_others(
+    store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(store)
+    stale(store, *"abcd")
+    page = ask(operator, "release")
+    release = store.release
+
+    def flaky(about: Any, **more: Any) -> bool:
+        if about.key == "b":
+            raise StoreUnavailable("somebody holds the row")
+        return bool(1 / 0) if about.key == "d" else release(about, **more)
+
+    monkeypatch.setattr(store, "release", flaky)
+    claim(store, "c")
+    told = said(operator, confirm(operator, page))
+    assert left(store, *"abcd") == {"a": None, **dict.fromkeys("bcd", State.PROCESSING)}
+    assert "Released: 1 of 4." in told
+    assert f"Left alone: it has changed since ({TASK} key c)" in told
+    assert f"It may have been done, or not: {TASK} key b. somebody holds the row" in told
+    assert "ZeroDivisionError. The log says more." in told
+    for key in "bd":
+        assert entries()[f"{TASK} key {key}"].startswith("Release: it may have been done")
+    assert f"{TASK} key c" not in entries()
+    # Sent again: what was done is not done to the claim that came after.
+    claim(store, "a")
+    again = said(operator, confirm(operator, page))
+    assert f"Left alone: it has changed since ({TASK} key a)" in again
+    assert left(store, "a") == {"a": State.PROCESSING}
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_fifty_times(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(memory)
+    stale(memory, *"abc")
+    page = ask(operator, "release")
+
+    def down(*_: Any, **__: Any) -> bool:
+        raise StoreUnavailable("it is down")
+
+    monkeypatch.setattr(memory, "release", down)
+    answer = confirm(operator, page)
+    assert "1 not tried: the store does not answer." in said(operator, answer)
+    assert len(entries()) == 2
+
+
+def test_when_the_store_is_down_the_question_says_so(serve: Serve, operator: Client) -> None:
+    serve("redis://127.0.0.1:1/0")
+    asked = {"operation": "release", "record": f'1 PROCESSING ["{TASK}","","a"]'}
+    assert operator.post(OPERATE, asked).status_code == 503
+    done = operator.post(OPERATE, {**asked, "confirmed": "1", "again": "on", "reason": "x"})
+    assert done.status_code == 302
+
+
+MARKS = [f'1 FAILED ["t","","{n}"]' for n in range(51)]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ({}, "No action selected"),
+        ({"operation": "explode"}, "No action selected"),
+        ({"operation": "release"}, "No record selected"),
+        ({"operation": "forget", "record": MARKS}, "Select 50 records at most"),
+        ({"operation": "complete", "record": MARKS[:2]}, "Select 1 records at most"),
+    ],
+)
+def test_a_choice_that_means_nothing_leads_back_to_the_list(
+    memory: Store, serve: Serve, operator: Client, chosen: Any, why: str
+) -> None:
+    serve(memory)
+    answer = operator.post(f"{OPERATE}?state=stale", chosen)
+    assert answer["Location"] == f"{LIST}?state=stale"
+    assert why in said(operator, answer)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "",
+        '-1 FAILED ["t","","k"]',
+        '1 DONE ["t","","k"]',
+        "1 FAILED x",
+        '1 FAILED ["t","","\\u0000"]',
+        '99999999999999999999 FAILED ["t","","k"]',
+        '² FAILED ["t","","k"]',
+    ],
+)
+def test_a_mark_of_no_list_is_400(memory: Store, serve: Serve, operator: Client, mark: str) -> None:
+    serve(memory)
+    for name in ("record", "live"):
+        sent = {"operation": "forget", name: mark, "confirmed": "1"}
+        assert operator.post(OPERATE, sent).status_code == 400
+
+
+def test_what_may_happen_twice_takes_a_tick_and_a_reason(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    stale(memory, "s")
+    settle(memory, claim(memory, "paid"))
+    page = ask(operator, "forget")
+    risk = "1 took effect, 1 may have taken effect, of 2 records: I know that they may be done"
+    assert risk in text(page)
+    for missing in ("again", "reason"):
+        assert confirm(operator, page, **{missing: ""}).status_code == 400
+    assert left(memory, "s", "paid") == {"s": State.PROCESSING, "paid": State.COMPLETED}
+    failed = confirm(operator, ask(operator, "fail", ["s"]))
+    assert f"Failed: {TASK} key s." in said(operator, failed)
 
 
 def test_each_operation_needs_its_own_permission(
     memory: Store, serve: Serve, log_in: Callable[..., Client]
 ) -> None:
-    app = serve(memory)
-    record = claim(memory, "a", message=message_of(app, "a"))
-    memory.interrupt(record.identity, token=record.token)
+    crash(serve(memory), memory, "a")
     claim(memory, "b")
-    offered = {"a": ("requeue", "complete", "fail", "forget"), "b": ("release",)}
-    for may in (*OPERATIONS, "nothing"):
+    applies = {"a": ("requeue", "complete", "fail", "forget"), "b": ("release",)}
+    listed = marks(log_in("view_idempotencyrecord").get(LIST))
+    for may in ("release", "requeue", "complete", "fail", "forget", "nothing"):
         browser = log_in("view_idempotencyrecord", f"{may}_record")
-        for key, operations in offered.items():
-            page = browser.get(address(key))
+        page = browser.get(LIST)
+        assert page.content.count(b'form="idem-bulk"') == (
+            0 if may in ("nothing", "complete") else 2
+        )
+        for key, operations in applies.items():
+            buttons = browser.get(address(key)).content.decode()
             for operation in operations:
                 allowed = operation == may
-                assert (address(key, operation) in page.content.decode()) is allowed
-                assert browser.get(address(key, operation)).status_code == (200 if allowed else 403)
+                assert (f'name="operation" value="{operation}"' in buttons) is allowed
+                sent = {"operation": operation, "record": listed[key]}
+                assert browser.post(OPERATE, sent).status_code == (200 if allowed else 403)
                 if not allowed:
-                    given = {"token": str(record.token), "state": "INTERRUPTED"}
-                    assert browser.post(address(key, operation), given).status_code == 403
-    assert memory.get(identity("a")) is not None
+                    assert browser.post(OPERATE, {**sent, "confirmed": "1"}).status_code == 403
+    assert left(memory, "a", "b") == {"a": State.INTERRUPTED, "b": State.PROCESSING}
+    failer = log_in("view_idempotencyrecord", "fail_record")
+    strict = Client(SERVER_NAME="localhost", enforce_csrf_checks=True)
+    strict.cookies = failer.cookies
+    sent = {"operation": "fail", "record": listed["a"], "confirmed": "1"}
+    assert strict.post(OPERATE, sent).status_code == 403
+    assert failer.post(OPERATE, sent).status_code == 302
+    assert left(memory, "a") == {"a": State.FAILED}
 
 
-def test_without_the_view_permission_no_page_is_shown(
-    memory: Store, serve: Serve, log_in: Callable[..., Client]
+def test_so_many_records_take_so_many_queries(
+    serve: Serve, operator: Client, database: None
 ) -> None:
-    serve(memory)
-    claim(memory, "a")
-    pages = [LIST, f"{LIST}charts/", f"{LIST}bulk/", address("a")]
-    pages += [address("a", operation) for operation in OPERATIONS]
-    stranger = log_in("release_record", "forget_record", "view_result")
-    for page, (browser, status) in itertools.product(
-        pages, [(stranger, 403), (Client(SERVER_NAME="localhost"), 302)]
-    ):
-        assert browser.get(page).status_code == status, page
-    assert "Idempotency" not in text(stranger.get("/admin/"))
+    """A page of 50: a query for each to ask, and twelve to forget it and to note it."""
+    store = open_store("django://default")
+    serve(store)
+    for n in range(60):
+        settle(store, claim(store, f"key-{n}"))
+    with CaptureQueriesContext(connection) as queries:
+        page = ask(operator, "forget", query="?task=shop.charge")
+    assert len(verdicts(page)) == 50
+    assert len(queries) <= 20 + 50
+    with CaptureQueriesContext(connection) as queries:
+        done = confirm(operator, page)
+    assert done.status_code == 302
+    assert len(entries()) == 50
+    assert len(queries) <= 20 + 12 * 50

@@ -157,7 +157,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
     [
         ("at work", ["is PROCESSING", "on worker-3.example, pid 4711", "Its lease ends"]),
         ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
-        ("crashed", ["its worker was lost", "1 of 3 crashes", "look there first"]),
+        ("crashed", ["its worker was lost", "1 of 3 crashes", "check the outside system first"]),
         ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),
         (
             "declined",
@@ -323,8 +323,8 @@ def test_show_names_the_other_scopes_that_have_the_key(store, run):
     elsewhere = told.stdout.partition("The same key elsewhere\n")[2].splitlines()[1:]
     found = {tuple(line.split("\t")[:3]) for line in elsewhere}
     assert found == {
-        ("order-1", TASK, '["user",17]'),
-        ("order-1", "http", '["user",17]'),
+        ("order-1", TASK, "user 17"),
+        ("order-1", "http", "user 17"),
     }
     (line,) = lines(run("show", "order-1", "--json"))
     assert len(line["elsewhere"]) == 2
@@ -415,12 +415,11 @@ def test_a_key_of_no_task_is_not_completed(run, store):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--value", "ch_17"), "is no JSON"),
-        (("--value", "NaN"), "is no JSON"),
-        (("--value", "[" * 100_000), "is no JSON"),
+        (("--value", "ch_17"), "is not JSON"),
+        (("--value", "NaN"), "is not JSON"),
+        (("--value", "[" * 100_000), "is not JSON"),
         (("--value", f'"{"x" * 1_100_000}"'), "bytes as json, and 1,048,576 are allowed"),
         ((), "Missing option '--value'"),
-        (("--value", "1", "--reason", "x" * 501), "500 characters"),
     ],
     ids=lambda words: " ".join(words)[:20] if isinstance(words, tuple) else "",
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from celery_idempotent.django.admin.base import OutboxAdmin
-from celery_idempotent.django.admin.site import IdempotencyRecordAdmin
+from celery_idempotent.django.admin.site import IdempotencyRecordAdmin, OutboxAdmin
 from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage
 
 __all__ = ["IdempotencyRecordAdmin", "OutboxAdmin"]

@@ -14,15 +14,12 @@ from celery_idempotent.django.models import IdempotencyRecord
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
-#: So many entries a page shows.
+#: The most entries of a page.
 _SHOWN = 20
-
-#: Three texts of so many characters, each escaped with up to 12, and what is around them.
-_LONGEST = 3 * 12 * MAX_CHARS + 16
 
 
 def write_entry(identity: Identity, request: OperationRequest, message: str) -> None:
-    """Write down what a user of this project did, or may have done; nothing about anybody else."""
+    """Log an operation that a user of this project did, or may have done; of nobody else."""
     users = get_user_model()._default_manager  # a model of the project's own may have no `objects`
     user = users.filter(**{get_user_model().USERNAME_FIELD: request.who}).first()
     if user is None:
@@ -39,7 +36,7 @@ def write_entry(identity: Identity, request: OperationRequest, message: str) -> 
 
 
 def log_entries(identity: Identity) -> Sequence[LogEntry]:
-    """Return what operators did to this key, the last first."""
+    """Return the entries of this key, the last first."""
     found = LogEntry.objects.filter(content_type=_content_type(), object_id=unparse(identity))
     return list(found.select_related("user").order_by("-action_time")[:_SHOWN])
 
@@ -61,10 +58,8 @@ def parse(name: str) -> Identity:
     """Return the identity that :func:`unparse` wrote down.
 
     Raises:
-        ValueError: if it wrote no such thing.
+        ValueError: if it wrote no such text.
     """
-    if len(name) > _LONGEST:
-        raise ValueError("too long")
     try:
         parts = json.loads(name)
     except RecursionError:

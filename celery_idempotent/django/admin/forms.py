@@ -1,4 +1,4 @@
-"""What the pages accept from outside, each input with its limits."""
+"""The forms of the admin: the filter of the list, and the question about an operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AGES = {
     "30d": ("30 days", timedelta(days=30)),
 }
 
-_STATES = {"live": "Live: queued or at work", "stale": "Stale: the lease ran out"} | {
+_STATES = {"live": "Live: queued or running", "stale": "Stale: the lease ran out"} | {
     state.value: state.value for state in State
 }
 
@@ -54,16 +54,7 @@ class FilterForm(forms.Form):
         ],
     )
     key = _text("Key, or task id")
-    cursor = forms.RegexField(
-        r"\A[a-z]?:?[0-9a-f:]*\Z",
-        error_messages={"invalid": "This is no place in the list: start again."},
-        required=False,
-        max_length=100,
-        widget=forms.HiddenInput,
-    )
-    looked_at = forms.IntegerField(
-        required=False, min_value=0, max_value=10**12, widget=forms.HiddenInput
-    )
+    cursor = forms.CharField(required=False, max_length=100, widget=forms.HiddenInput)
 
     def clean_scope(self) -> str:
         """Refuse what is no scope."""
@@ -87,7 +78,7 @@ class FilterForm(forms.Form):
 
 
 def _shown_again(ran: Sequence[State], of: int) -> str:
-    """Return what has to be known: how many of the records took effect, and how many others may have."""
+    """Return the risk to confirm: how many of the records took effect, and how many others may have."""
     completed = ran.count(State.COMPLETED)
     if of == 1:
         took = "It took effect" if completed else "It may have taken effect"
@@ -98,19 +89,19 @@ def _shown_again(ran: Sequence[State], of: int) -> str:
 
 
 class OperationForm(forms.Form):
-    """Is an operation meant? Without a live owner among the records there is nothing to force.
+    """The question about an operation; ``force`` is asked where a record has a live owner.
 
-    Where an effect may come about a second time that takes a tick and a reason. ``read`` makes a value of a text, where
-    the operation takes one.
+    An effect that may happen twice takes a tick and a reason. ``read`` makes a value of a text, for an operation that
+    takes one.
     """
 
     value = forms.CharField(label="Value, in JSON", widget=forms.Textarea(attrs={"rows": 3}))
     again = forms.BooleanField(
-        error_messages={"required": "If you know that, say so here; else take a look first."}
+        error_messages={"required": "Tick this if you know that; else check it first."}
     )
     force = forms.BooleanField(
         required=False,
-        error_messages={"required": "To take the key away from its owner, say so here."},
+        error_messages={"required": "Tick this to take the key away from its owner."},
     )
     reason = forms.CharField(
         required=False, max_length=LONGEST_REASON, widget=forms.Textarea(attrs={"rows": 3})

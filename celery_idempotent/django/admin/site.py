@@ -1,52 +1,117 @@
-"""The admin of idempotency records: its addresses, the list, the record, the charts."""
+"""The admin of idempotency records: the list, the record, the charts, and operations on one record or several.
+
+Nothing is stored between the pages: a form carries the marks of the records (key, token, state), so that each record is
+operated on only if it is still as it was shown. Those with a live owner are a list of their own: they are operated on
+only if the person says so, whatever became of their owners meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from django.urls import URLPattern, path
+from django.contrib import admin, messages
+from django.contrib.admin.utils import quote, unquote
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
 
 from celery_idempotent.celery.definition import definition_of, definitions
 from celery_idempotent.celery.finding import find, look, task_name
-from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
+from celery_idempotent.celery.operations import (
+    ON_MANY,
+    OPERATIONS,
+    Operation,
+    OperationRequest,
+    Outcome,
+    Verdict,
+    offered,
+    operate_on_each,
+    verdict,
+)
 from celery_idempotent.celery.story import (
     show_value,
     sweeps_of,
+    tell_absence,
     tell_story,
     time_in_words,
+    value_from_json,
 )
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
-from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.charts import HOURS, charts
-from celery_idempotent.django.admin.forms import FilterForm
-from celery_idempotent.django.admin.operations import PER_PAGE, OperationPages, mark_of
+from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.views import view_namespaces
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.http.answers import CONTENT_TYPE, REPLAYED, read_response
-from celery_idempotent.records import Page, Record, Selection, Stored
+from celery_idempotent.records import Identity, Page, Record, Selection, State, Stored
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery
-    from django.http import HttpRequest, HttpResponse
+    from django.db.models import Model
 
-#: So many tasks are asked for a key before every scope is searched; so many names of tasks are suggested, and so many
-#: tasks have a chart: the busiest.
+    Base = admin.ModelAdmin[Model]
+else:
+    Base = admin.ModelAdmin
+
+logger = logging.getLogger(__name__)
+
+PageView = TypeVar("PageView", bound=Callable[..., HttpResponse])
+
+#: The records of a page.
+PER_PAGE = 50
+
+#: The most tasks that are asked for a key before every scope is searched, the most names of tasks that are suggested,
+#: and the most tasks that have a chart: the busiest.
 _ASKED, _SUGGESTED, CHARTS = 30, 200, 50
 
-#: So many seconds the list looks for a key in every scope, and the page of a record for the same key elsewhere.
+#: The seconds of a search for a key in every scope, in the list and for the page of a record.
 LOOK_SECONDS, ELSEWHERE_SECONDS = 5.0, 0.2
 
+#: What an operation does to a record, in the order of a question.
+_VERDICTS: dict[Verdict, str] = {
+    "apply": "Will be {0.done}.",
+    "held": "Left alone unless forced: its owner is live.",
+    "skip": "Left alone: {0.refusal}",
+}
 
-class ListedRecord(NamedTuple):
-    """A line of the list. ``task``: its registered name; ``age``: since the last change."""
+
+class ReadOnlyAdmin(Base):
+    """Records are made by tasks, and changed by operations, each with a permission."""
+
+    def _nobody(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        return False
+
+    has_add_permission = has_change_permission = has_delete_permission = _nobody
+
+
+class OutboxAdmin(ReadOnlyAdmin):
+    """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
+
+    list_display = ("task", "task_id", "key", "scope", "attempts", "error")
+    list_display_links = None
+    ordering = ("id",)
+    show_full_result_count = False
+
+    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        """Whoever may see records may see which of them wait for their message."""
+        return request.user.has_perm("celery_idempotent.view_idempotencyrecord")
+
+    has_module_permission = has_view_permission
+
+
+class Row(NamedTuple):
+    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation."""
 
     record: Record
     stale: bool
@@ -54,24 +119,43 @@ class ListedRecord(NamedTuple):
     task: str
     age: str
     mark: str
+    verdict: Verdict | None = None
+    text: str = ""
 
 
-class IdempotencyRecordAdmin(OperationPages):
-    """Pages over the records of the app's store. None of them works for longer because there are more records."""
+def _guarded(*methods: str) -> Callable[[PageView], PageView]:
+    """Show a view for these methods to those who may see records; if the store does not answer, say so."""
+
+    def decorate(view: PageView) -> PageView:
+        @functools.wraps(view)
+        def look_after(
+            self: IdempotencyRecordAdmin, request: HttpRequest, *args: object, **kwargs: object
+        ) -> HttpResponse:
+            if not self.has_view_permission(request):
+                raise PermissionDenied
+            if request.method not in methods:
+                return HttpResponseNotAllowed(methods)
+            try:
+                return view(self, request, *args, **kwargs)
+            except IdempotencyError as error:
+                logger.warning("idempotency: a page of the admin cannot be shown: %s", error)
+                context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
+                return self._render(request, "message", context, status=503)
+
+        return cast("PageView", look_after)
+
+    return decorate
+
+
+class IdempotencyRecordAdmin(ReadOnlyAdmin):
+    """Pages over the records of the app's store, which has no table. Their work is bounded, however many there are."""
 
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
         views: dict[str, tuple[str, Any]] = {
             "changelist": ("", self.list_view),
             "charts": ("charts/", self.charts_view),
-            "bulk": ("bulk/", self.bulk_view),
-            **{
-                each: (
-                    f"<path:object_id>/{each}/",
-                    functools.partial(self.operation_view, operation=each),
-                )
-                for each in OPERATIONS
-            },
+            "operation": ("operation/", self.operation_view),
             "change": ("<path:object_id>/change/", self.record_view),
         }
         prefix = f"{self.opts.app_label}_{self.opts.model_name}"
@@ -80,7 +164,46 @@ class IdempotencyRecordAdmin(OperationPages):
             for name, (route, view) in views.items()
         ]
 
-    @guarded("GET")
+    def _may(self, request: HttpRequest, permission: str) -> bool:
+        return request.user.has_perm(f"{self.opts.app_label}.{permission}")
+
+    def _address(self, page: str, *args: str, **query: str) -> str:
+        name = f"{self.opts.app_label}_{self.opts.model_name}_{page}"
+        url = reverse(f"{self.admin_site.name}:{name}", args=args)
+        return f"{url}?{urlencode(query)}" if query else url
+
+    def _address_of(self, identity: Identity) -> str:
+        return self._address("change", quote(audit.unparse(identity)))
+
+    def _render(
+        self, request: HttpRequest, page: str, context: Mapping[str, object], *, status: int = 200
+    ) -> HttpResponse:
+        """Return a page in the look of the admin."""
+        # So that {% url 'admin:index' %} leads to this site, whatever its name.
+        vars(request)["current_app"] = self.admin_site.name
+        about = {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "list_url": self._address("changelist"),
+            "charts_url": self._address("charts"),
+            **context,
+        }
+        template = f"admin/celery_idempotent/idempotencyrecord/{page}.html"
+        return TemplateResponse(request, template, about, status=status)
+
+    def _row(self, app: Celery, record: Record, now_ms: int) -> Row:
+        return Row(
+            record=record,
+            stale=record.stale(now_ms),
+            address=self._address_of(record.identity),
+            task=task_name(app, record.identity),
+            age=time_in_words(max(now_ms - record.updated_ms, 0)),
+            mark=mark_of(record),
+        )
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    @_guarded("GET")
     def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
@@ -95,16 +218,12 @@ class IdempotencyRecordAdmin(OperationPages):
                 form.add_error(None, "This place in the list is of another list: start again.")
         if page is not None:
             rows = [self._row(app, each, page.now_ms) for each in page.records]
-            if page.cursor:
-                place = {"cursor": page.cursor, "looked_at": str(page.looked_at)}
-                more = "?" + urlencode({**chosen, **place})
-        query = request.GET.urlencode()
+            more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
+        allowed = [each for each in ON_MANY if rows and self._may(request, f"{each}_record")]
         context = {
             "title": "Idempotency records",
-            "operations": [
-                each for each in ON_MANY if rows and self.may(request, f"{each}_record")
-            ],
-            "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
+            "operations": allowed,
+            "operation_url": self._address("operation", **request.GET.dict()),
             "form": form,
             "listing": page,
             "rows": rows,
@@ -114,27 +233,24 @@ class IdempotencyRecordAdmin(OperationPages):
             "restart": "?" + urlencode(chosen),
             "filtered": bool(chosen),
         }
-        return self.render(request, "list", context, status=200 if form.is_valid() else 400)
+        return self._render(request, "list", context, status=200 if form.is_valid() else 400)
 
-    def _row(self, app: Celery, record: Record, now_ms: int) -> ListedRecord:
-        return ListedRecord(
-            record=record,
-            stale=record.stale(now_ms),
-            address=self.address_of(record.identity),
-            task=task_name(app, record.identity),
-            age=time_in_words(max(now_ms - record.updated_ms, 0)),
-            mark=mark_of(record),
-        )
-
-    @guarded("GET")
+    @_guarded("GET")
     def record_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Show one record; nothing can be changed here."""
-        app, identity = celery_app(), self.identity_of(object_id)
+        """Show one record, with the operations that apply to it."""
+        app, identity = celery_app(), None
+        with contextlib.suppress(ValueError):
+            identity = audit.parse(unquote(object_id))
         store = get_store(app)
         record = store.get(identity) if identity else None
         if identity is None or record is None:
-            return self.gone(request, identity)
-        may_see = self.may(request, "view_result")
+            missing: dict[str, object] = {
+                "title": "No such record",
+                "story": tell_absence(str(identity)) if identity else None,
+                "log": audit.log_entries(identity) if identity else [],
+            }
+            return self._render(request, "message", missing, status=404)
+        may_see = self._may(request, "view_result")
         of_view = record.value is not None and record.value.content_type == CONTENT_TYPE
         read = _read_response if of_view else None
         same_key = Selection(keys=frozenset({identity.key}))
@@ -143,33 +259,30 @@ class IdempotencyRecordAdmin(OperationPages):
             "title": "Idempotency record",
             "subtitle": str(identity),
             "story": tell_story(app, store, record, errors=may_see),
+            "row": self._row(app, record, others.now_ms),
             "record": record,
-            "stale": record.stale(others.now_ms),
+            "identity": identity,
             "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
             "steps": [(name, len(stored.body)) for name, stored in record.steps],
-            "identity": identity,
-            "task": task_name(app, identity),
             "known": definition_of(app, identity.namespace, load=True) is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
             "value": show_value(app, record, read) if may_see and record.state.settled else None,
-            "buttons": [
-                (each, self.address_of(identity, each))
-                for each in offered(app, record)
-                if self.may(request, f"{each}_record")
+            "operations": [
+                each for each in offered(app, record) if self._may(request, f"{each}_record")
             ],
+            "operation_url": self._address("operation", one="1"),
             "elsewhere": [
                 self._row(app, each, others.now_ms)
                 for each in others.records
                 if each.identity != identity
             ],
-            "search_url": others.cursor
-            and f"{self.address('changelist')}?{urlencode({'key': identity.key})}",
+            "search_url": others.cursor and self._address("changelist", key=identity.key),
             "log": audit.log_entries(identity),
         }
-        return self.render(request, "record", context)
+        return self._render(request, "record", context)
 
-    @guarded("GET")
+    @_guarded("GET")
     def charts_view(self, request: HttpRequest) -> HttpResponse:
         """Show outcomes by task and hour, and whether sweeps run."""
         app = celery_app()
@@ -186,11 +299,158 @@ class IdempotencyRecordAdmin(OperationPages):
             "charts": drawn[:CHARTS],
             "further": len(drawn[CHARTS:]),
         }
-        return self.render(request, "charts", context)
+        return self._render(request, "charts", context)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    @_guarded("GET", "POST")
+    def operation_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask whether an operation is meant, on ``one`` record or on those ticked in the list, and do it."""
+        post, back = request.POST, self._address("changelist", **request.GET.dict())
+        marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
+        if request.GET.get("one"):
+            back = self._address_of([*marks, *live][0].identity) if marks or live else back
+        if request.method == "GET":
+            return HttpResponseRedirect(back)  # after a login in between
+        operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
+        if operation is None:
+            return _back_with(request, back, "No action selected. Nothing was done.")
+        if not self._may(request, f"{operation}_record"):
+            raise PermissionDenied
+        if not marks and not live:
+            return _back_with(request, back, "No record selected. Nothing was done.")
+        most = PER_PAGE if operation in ON_MANY else 1
+        if len(marks) + len(live) > most:
+            return _back_with(request, back, f"Select {most} records at most.")
+        if not post.get("confirmed"):
+            return self._question(request, operation, marks, back)
+        form = _form(operation, marks, live, request)
+        if not form.is_valid():
+            return self._question(request, operation, [*marks, *live], back, form)
+        _execute(request, operation, marks, form, force=False)
+        if form.cleaned_data.get("force", False):
+            _execute(request, operation, live, form, force=True)
+        elif live:
+            messages.warning(request, f"{len(live)} left alone: the owner is live.")
+        return HttpResponseRedirect(back)
+
+    def _question(
+        self,
+        request: HttpRequest,
+        operation: Operation,
+        marks: Iterable[Record],
+        back: str,
+        form: OperationForm | None = None,
+    ) -> HttpResponse:
+        """Ask about these records, those first to which something is done; ``form``: again, for it has errors."""
+        app = celery_app()
+        now_ms = get_store(app).now_ms()
+        rows = [self._plan(app, operation, each, now_ms) for each in marks]
+        apply, held, skip = ([row for row in rows if row.verdict == each] for each in _VERDICTS)
+        if len(rows) == len(skip) == 1:
+            return _back_with(request, back, f"Nothing was done. {rows[0].text}")
+        context = {
+            "title": f"{operation.capitalize()}: are you sure?",
+            "operation": operation,
+            "effect": OPERATIONS[operation].effect,
+            "back": back,
+            "rows": [*apply, *held, *skip],
+            "doing": len(apply),
+            "live": len(held),
+            "left": len(skip),
+            "one": len(rows) == 1,
+            "form": form
+            or _form(operation, [row.record for row in apply], [row.record for row in held]),
+        }
+        return self._render(request, "operation", context, status=400 if form else 200)
+
+    def _plan(self, app: Celery, operation: Operation, seen: Record, now_ms: int) -> Row:
+        """Return a record that was seen with what an operation would do to it."""
+        record, found = get_store(app).get(seen.identity), None
+        if record is None:
+            text = "Left alone: there is no such record any more."
+        elif mark_of(record) != mark_of(seen):
+            text = "Left alone: it has changed since it was shown."
+        else:
+            found = verdict(app, operation, record, now_ms)
+            text = _VERDICTS[found].format(OPERATIONS[operation])
+        return self._row(app, record or seen, now_ms)._replace(verdict=found or "skip", text=text)
+
+
+def mark_of(record: Record) -> str:
+    """Return a record as it was shown, for its box in the list: nothing is done to it once it has changed."""
+    return f"{record.token} {record.state.value} {audit.unparse(record.identity)}"
+
+
+def _read_marks(texts: Iterable[str]) -> list[Record]:
+    """Return the records, as they were shown, whose marks a form sent, each once."""
+    found: dict[Identity, Record] = {}
+    try:
+        for text in texts:
+            token, state, name = text.split(" ", 2)
+            if not (token.isascii() and token.isdecimal() and len(token) < 20):
+                raise ValueError("no token")
+            about: dict[str, Any] = {"state": State(state), "token": int(token)}
+            seen = Record(identity=audit.parse(name), created_ms=0, updated_ms=0, **about)
+            found[seen.identity] = seen
+    except ValueError as error:
+        raise BadRequest("This is no record of the list.") from error
+    return list(found.values())
+
+
+def _form(
+    operation: Operation,
+    marks: Sequence[Record],
+    live: Sequence[Record],
+    request: HttpRequest | None = None,
+) -> OperationForm:
+    read = None
+    if operation not in ON_MANY:
+        read = functools.partial(value_from_json, celery_app(), [*marks, *live][0].identity)
+    data = None if request is None else request.POST
+    return OperationForm(data, operation=operation, marks=marks, live=len(live), read=read)
+
+
+def _execute(
+    request: HttpRequest,
+    operation: Operation,
+    marks: Sequence[Record],
+    form: OperationForm,
+    *,
+    force: bool,
+) -> None:
+    """Operate on one record after the other, as far as the store answers, with a message for each outcome."""
+    wanted = OperationRequest(
+        operation,
+        who=request.user.get_username(),
+        reason=form.cleaned_data["reason"],
+        force=force,
+        value=form.cleaned_data.get("value"),
+    )
+    done, untried = [], len(marks)
+    for mark, outcome, trouble in operate_on_each(celery_app(), wanted, marks):
+        untried -= 1
+        if outcome is Outcome.DONE:
+            done.append(mark.identity)
+        elif outcome is None:
+            messages.error(request, f"It may have been done, or not: {mark.identity}. {trouble}")
+        else:
+            level = messages.WARNING if outcome is Outcome.UNSENT else messages.ERROR
+            messages.add_message(request, level, f"{outcome.value} ({mark.identity})")
+    if done:
+        which = f"{len(done)} of {len(marks)}" if len(marks) > 1 else done[0]
+        messages.success(request, f"{OPERATIONS[operation].done.capitalize()}: {which}.")
+    if untried:
+        messages.error(request, f"{untried} not tried: the store does not answer.")
+
+
+def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:
+    messages.warning(request, why)
+    return HttpResponseRedirect(back)
 
 
 def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
-    """Return the page that a valid form asks for, its newest records first, with all keys seen since the list began.
+    """Return the page that a valid form asks for, its newest records first.
 
     Raises:
         ValueError: for a cursor of another list.
@@ -217,8 +477,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
         and (each.deadline_ms is None or each.deadline_ms > over)
     }
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
-    looked_at = (chosen["looked_at"] or 0) + page.looked_at
-    return replace(page, records=tuple(newest), looked_at=looked_at)
+    return replace(page, records=tuple(newest))
 
 
 def _read_response(stored: Stored) -> str:
