@@ -27,12 +27,10 @@ from celery_idempotent.records import (
     Stored,
 )
 
-# fmt: off
 Verb = Literal[
-    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered", "requeue",
-    "sweep", "forget",
-]
-# fmt: on
+    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered",
+    "requeue", "sweep", "forget",
+]  # fmt: skip
 
 QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
 NONE = (None,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.stores.redis.format import HEAD, pack, pack_tail, unpack
+from celery_idempotent.stores.redis.format import HEAD, pack, unpack
 from celery_idempotent.stores.table import StoredRecord
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -117,13 +117,6 @@ def test_counts_stay_where_they_end():
 def test_a_field_of_a_newer_version_is_left_out():
     head, _, rest = packed(COMPLETED).partition(b"\n")
     assert unpack(identity, head + b'{"later":1}\n' + rest).record == COMPLETED
-
-
-@pytest.mark.parametrize("wrong", [{"attempt": b"short"}, {"fingerprint": bytes(32)}])
-def test_what_would_not_fit_the_head_is_refused(wrong):
-    fields = {"task_id": "", "fingerprint": wrong.pop("fingerprint", None)}
-    with pytest.raises(ValueError, match="bytes"):
-        pack_tail(fields, **wrong)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import redis
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
-    ClaimRequest,
     Identity,
     Renewal,
     ReserveRequest,
@@ -272,10 +271,3 @@ def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monke
     # server did not know.
     assert len(trips) <= 2 * (1 + 2 * 4)
     assert len(report.interrupted) == 1000
-
-
-def test_what_would_not_fit_the_record_is_refused(redis_store):
-    for wrong in ({"attempt": b"short"}, {"fingerprint": bytes(32)}):
-        asked = {"attempt": bytes(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS, **wrong}
-        with pytest.raises(ValueError, match="bytes"):
-            redis_store.claim(ClaimRequest(identity=KEY, **asked))

@@ -26,17 +26,17 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import struct
 import zlib
 from collections.abc import Mapping
-from operator import attrgetter
 from struct import Struct
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import ATTEMPT_BYTES, FINGERPRINT_BYTES, Identity, Record
+from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
 from celery_idempotent.stores.table import StoredRecord
 
@@ -111,11 +111,6 @@ _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
-_OF_RECORD = (
-    *(name for name in _CODEC.defaults if name != "requeues"),
-    *("fingerprint", "task_id", "value", "message", "steps"),
-)
-_of_record = attrgetter(*_OF_RECORD)
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,15 +122,12 @@ def _bytes_of_uuid(task_id: str) -> bytes:
 def pack_tail(
     fields: Mapping[str, Any], *, attempt: bytes = NO_ATTEMPT, write: bytes = _NO_WRITE
 ) -> bytes:
-    """Return a record with these fields from its flags on; ``ValueError`` for ids of another length."""
+    """Return a record with these fields from its flags on."""
     fingerprint, task_id, value = fields["fingerprint"], fields["task_id"], fields.get("value")
-    if len(attempt) != ATTEMPT_BYTES or len(fingerprint or _NO_ID) != FINGERPRINT_BYTES:
-        raise ValueError(f"{ATTEMPT_BYTES} bytes are an attempt, {FINGERPRINT_BYTES} a fingerprint")
     task = _bytes_of_uuid(task_id)
     others = {"task_id": task_id} if task_id and not task else {}
-    line, flags = _CODEC.encode(fields, others), 0
-    if fields.get("reserved") or "long" in others:
-        flags = _ASKS
+    line = _CODEC.encode(fields, others)
+    flags = _ASKS if fields.get("reserved") or "long" in others else 0
     if value is not None:
         flags |= _HAS_VALUE
     if fingerprint is not None:
@@ -150,7 +142,7 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
     times = record.updated_ms, record.deadline_ms or 0
     start = _LETTERS[record.state], VERSION, record.token, record.created_ms
-    fields = dict(zip(_OF_RECORD, _of_record(record), strict=True))
+    fields = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
     fields["requeues"] = stored.requeues
     tail = pack_tail(fields, attempt=stored.attempt or NO_ATTEMPT, write=write)
     return _FRONT.pack(*start, *counts, *times) + tail
