@@ -42,14 +42,11 @@ STATES: Mapping[str, frozenset[State]] = {
     **{state.value: frozenset({state}) for state in State},
 }
 
-#: The most keys that a page looks at, and the most unfinished and failed records that are searched for a task id.
-LOOK_AT, MOST = 5_000, 10_000
+#: The most keys that a page looks at, and the seconds of a search for a task id in the index.
+LOOK_AT, FIND_SECONDS = 5_000, 2.0
 
 #: A primary key that is a number.
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
-
-#: The scope of a user who has a primary key that needs no escape.
-_USER = re.compile(r'\["user","?([^"\\,\]]+)"?\]')
 
 
 def look(
@@ -60,10 +57,9 @@ def look(
     limit: int = 500,
     task_id: str = "",
     enough: float = math.inf,
-    most: float = math.inf,
     seconds: float = math.inf,
 ) -> Page:
-    """Return several pages as one: until ``enough`` records are found, ``most`` keys looked at, or time is over.
+    """Return several pages as one: until ``enough`` records are found, or time is over.
 
     Each page takes ``limit`` records at most. The cursor of the result says whether there may be more. ``task_id``: of
     the records selected but for their keys, those of this task or of such a key.
@@ -77,16 +73,15 @@ def look(
             if not task_id or each.task_id == task_id or each.identity.key in selection.keys:
                 found[each.identity] = each
         looked_at, cursor = looked_at + page.looked_at, page.cursor
-        ended = not cursor or len(found) >= enough or looked_at >= most
-        if ended or monotonic() > give_up:
+        if not cursor or len(found) >= enough or monotonic() > give_up:
             return replace(page, records=tuple(found.values()), looked_at=looked_at)
 
 
 def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str]) -> list[Record]:
     """Return the records with this key in the namespace and scopes selected; if there are none, of this task id.
 
-    A key is one question for each namespace, spelling and scope. A task id is searched for in the index of unfinished
-    and failed records.
+    A key is one question for each namespace, spelling and scope. A task id is searched for among the unfinished and
+    failed records.
     """
     every = [
         Identity(namespace=namespace, scope=scope, key=key)
@@ -97,7 +92,7 @@ def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str
     if found := read_whole(store, every):
         return found
     indexed = replace(selection, keys=frozenset(), states=UNFINISHED_AND_FAILED, stale=False)
-    page = look(store, indexed, limit=LOOK_AT, task_id=text, enough=1, most=MOST)
+    page = look(store, indexed, limit=LOOK_AT, task_id=text, enough=1, seconds=FIND_SECONDS)
     return read_whole(store, [each.identity for each in page.records])
 
 
@@ -159,13 +154,6 @@ def scopes_of(text: str) -> list[str]:
         return spellings(text, what="scope")
     user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
     return [canonical(user, what="scope", task="search")]
-
-
-def scope_in_words(scope: str) -> str:
-    """Return a scope as people write it, and may type it: ``user 17`` for that user's requests."""
-    found = _USER.fullmatch(scope)
-    words = f"user {found[1]}" if found else ""
-    return words if words and scopes_of(words) == [scope] else scope
 
 
 def task_name(app: Celery, identity: Identity) -> str:

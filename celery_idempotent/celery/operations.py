@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
 
-#: The most characters of a reason, for pages and commands, and of a stored note.
-LONGEST_REASON, _LONGEST_NOTE = 500, 600
+#: The most characters of a stored note.
+_LONGEST_NOTE = 600
 
 #: After this many records in a row without an answer of the store the rest is not tried: each waits for a time-out.
 _SILENT = 2

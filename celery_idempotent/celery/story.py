@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.definition import definition_of
-from celery_idempotent.celery.finding import scope_in_words, task_name
+from celery_idempotent.celery.finding import task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
@@ -48,14 +48,12 @@ def iso(ms: int | None) -> str | None:
 
 
 def time_in_words(ms: int) -> str:
-    """Return a length of time in its two largest units."""
+    """Return a length of time in the largest unit of which it has two."""
     seconds = ms // 1000
-    parts: list[str] = []
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, seconds = divmod(seconds, size)
-        if count or (unit == "s" and not parts):
-            parts.append(f"{count} {unit}")
-    return " ".join(parts[:2])
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
 
 
 def ago(ms: int, now_ms: int) -> str:
@@ -197,6 +195,7 @@ def tell_absence(what: str) -> Story:
             "It was done longer ago than its retention: the next call runs.",
             "An operator released or forgot it: the next call runs.",
             "The store lost it (a flush, an eviction, a restart without persistence): see `check`.",
+            "A task id finds unfinished and failed records alone: a completed one is found by its key.",
         ),
     )
 
@@ -300,7 +299,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         past.append(f"Steps done, which are not repeated: {steps}.")
     if record.note:
         past.append(f"Last operation: {record.note}.")
-    scope = f" in scope {scope_in_words(identity.scope)}" if identity.scope else ""
+    scope = f" in scope {identity.scope}" if identity.scope else ""
     choices = {
         each: f"{OPERATIONS[each].effect} {_risk(each, record, live, known, policy.atomic)}"
         for each in offered(app, record)

@@ -8,7 +8,6 @@ An operation goes this way, and is done to each record as it was found, by its t
 from __future__ import annotations
 
 import getpass
-import math
 import os
 import shlex
 from collections import Counter
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
-#: The seconds of a search for the same key in other scopes, without --scan.
+#: The seconds of a search for the same key in other scopes.
 SCAN_SECONDS = 10.0
 
 #: The finding that the store does not answer.
@@ -83,17 +82,16 @@ def _list(app: Celery, limit: int, as_json: bool, **given: Any) -> None:
     params=[
         Argument(["key"]),
         *session.ONE,
-        Option(["--scan"], is_flag=True, help="Look at every key, however long that takes."),
         Option(["--value"], is_flag=True, help="Also the result or error: it may hold secrets."),
     ],
 )
-def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given: Any) -> None:
+def _show(app: Celery, key: str, value: bool, as_json: bool, **given: Any) -> None:
     """Say why KEY is as it is: what happened, what happens next, what can be done.
 
-    Without --scope, every scope is searched for KEY, for ten seconds or (--scan) to the end. KEY may also be the id of
-    a task, as it stands in a log: a completed record is found by it with --scan. --json has every field of the record.
+    Without --scope, every scope is searched for KEY, for ten seconds. KEY may also be the id of a task, of an
+    unfinished or failed record. --json has every field of the record.
     """
-    record, others, cut = _find(app, key, scan=scan, **given)
+    record, others = _find(app, key, **given)
     store = get_store(app)
     told, now_ms = story.tell_story(app, store, record), store.now_ms()
     text = story.show_value(app, record) if value else ""
@@ -120,23 +118,15 @@ def _show(app: Celery, key: str, scan: bool, value: bool, as_json: bool, **given
         if others:
             click.echo("\nThe same key elsewhere")
             session.write_records(app, others, now_ms)
-    if cut:
-        note("Other scopes were searched in part: --scan looks at every key.")
 
 
 COMMANDS["explain"] = COMMANDS["show"]
 
 
 def _find(
-    app: Celery,
-    text: str,
-    *,
-    task: str | None,
-    scope: str | None,
-    scan: bool = False,
-    elsewhere: bool = True,
-) -> tuple[Record, Sequence[Record], bool]:
-    """Return the record of a KEY, those of the same key elsewhere, and whether there may be more of these.
+    app: Celery, text: str, *, task: str | None, scope: str | None, elsewhere: bool = True
+) -> tuple[Record, Sequence[Record]]:
+    """Return the record of a KEY, and those of the same key elsewhere.
 
     If there is none, or several, a message ends the command. ``elsewhere``: look for the others also if the key was
     found where it was expected.
@@ -147,29 +137,24 @@ def _find(
     store = get_store(app)
     meant = finding.find(store, text, named, session.known_namespaces(app))
     others: list[Record] = []
-    cut = False
     if not scope and (not meant or (elsewhere and len(meant) == 1)):
         keys = finding.spellings(meant[0].identity.key if meant else text)
-        page = finding.look(
-            store,
-            replace(named, states=frozenset(), keys=frozenset(keys)),
-            task_id=text if scan and not meant else "",
-            seconds=math.inf if scan else SCAN_SECONDS,
-        )
-        cut, known = bool(page.cursor), {record.identity for record in meant}
+        everywhere = replace(named, states=frozenset(), keys=frozenset(keys))
+        page = finding.look(store, everywhere, seconds=SCAN_SECONDS)
+        if page.cursor:
+            note(f"Other scopes were searched in part: `list --key {text}` looks at every key.")
+        known = {record.identity for record in meant}
         others = [each for each in page.records if each.identity not in known]
         if not meant and len(others) == 1:
             meant, others = finding.read_whole(store, [others[0].identity]), []
     if len(meant) == 1:
-        return meant[0], others, cut
+        return meant[0], others
     if several := [*meant, *others]:
         note(f"{text} is a key of {len(several)} records: select one by --task or --scope.")
         session.write_records(app, several, store.now_ms())
     else:
         where = f"{task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
         _write_story(story.tell_absence(f"{text} in {where}"))
-        if not scan:
-            note("Not every record was looked at, nor every task id: `show --scan` does.")
     raise Exit(FOUND)
 
 
@@ -328,9 +313,7 @@ def _preview(
     found = "1 record" if len(records) == 1 else f"{len(records):,} records"
     note(f"{found} found; {len(chosen):,} to be {meaning.done}.")
     if chosen:
-        states = Counter(each.state.value for each in chosen)
-        counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        note(f"{operation} {effect or f'{meaning.effect} ({counted})'}")
+        note(f"{operation} {effect or meaning.effect}")
         session.write_records(app, chosen[:_SAMPLE], now_ms, err=True)
     why = {"held": "its owner is live (--force, with a --reason).", "skip": meaning.refusal}
     for word, count in Counter(word for word, _ in verdicts if word not in done).items():

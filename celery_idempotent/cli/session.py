@@ -142,14 +142,9 @@ def selection_of(
 # -- output: tables for people, tabs for pipes, JSON lines for programs ------------------------------------------------
 
 
-def on_terminal() -> bool:
-    """Whether a person reads the output, not a program."""
-    return sys.stdout.isatty()
-
-
-def width() -> int:
-    """Return how many characters a line of the terminal has."""
-    return shutil.get_terminal_size((80, 24)).columns
+def terminal_width() -> int | None:
+    """Return how many characters a line of the terminal has, ``None`` for a pipe."""
+    return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
 
 
 def table(
@@ -161,14 +156,14 @@ def table(
     """
     lines: list[Sequence[str]] = [head, *rows]
     texts = ["\t".join(cell or "-" for cell in line) for line in lines]
-    if on_terminal():
+    if width := terminal_width():
         columns = [
             [cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in column]
             for column in zip(*lines, strict=True)
             if any(column[1:])
         ]
         widths = [max(map(len, column)) for column in columns]
-        while len(widths) > least and sum(widths) + 2 * len(widths) > width():
+        while len(widths) > least and sum(widths) + 2 * len(widths) > width:
             widths.pop()
         cells = zip(*columns, strict=True)
         texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
@@ -177,8 +172,8 @@ def table(
 
 def paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
     """Write a sentence or two, broken at the width of the terminal, in a pipe on one line."""
-    wide = min(width(), 120) if on_terminal() else 10_000
-    click.secho(click.wrap_text(text, wide, indent, " " * len(indent)), bold=bold)
+    width = terminal_width() or 10_000
+    click.secho(click.wrap_text(text, width, indent, " " * len(indent)), bold=bold)
 
 
 def note(text: str) -> None:
@@ -205,9 +200,9 @@ def write_records(
             write(True, about, "")
         identity, state = record.identity, record.state.value
         state += ", stale" if about["stale"] else ""
-        scope, crashes = finding.scope_in_words(identity.scope), str(record.crashes or "")
-        cells = [identity.key, str(about["task"]), scope, state, ago(record.updated_ms, now_ms)]
-        rows.append([*cells, crashes, record.task_id, record.worker.partition("/")[0]])
+        cells = [identity.key, str(about["task"]), identity.scope, state]
+        cells += [ago(record.updated_ms, now_ms), str(record.crashes or "")]
+        rows.append([*cells, record.task_id, record.worker.partition("/")[0]])
     if not as_json:
         table(_COLUMNS, rows, least=4, err=err)
 

@@ -58,16 +58,13 @@ def forgotten() -> Iterator[list[signals.Event]]:
 @pytest.fixture
 def every(store: MemoryStore) -> None:
     """A record in every state."""
-    claim(store, "at work", worker="worker-3.example:4711/ab12")
+    claim(store, "running", worker="worker-3.example:4711/ab12")
     claim(store, "stale", lease_ms=-1, worker="worker-2.example:12/ab12")
     store.interrupt(identity("crashed"), token=claim(store, "crashed").token)
     settle(store, claim(store, "done"), stored=value('"receipt of Ada"'))
     settle(store, claim(store, "declined"), State.FAILED, DECLINED)
-    store.reserve(
-        ReserveRequest(
-            identity=identity("queued"), task_id="t-queued", deadline_ms=60_000, keep_ms=60_000
-        )
-    )
+    about = identity("queued")
+    store.reserve(ReserveRequest(identity=about, task_id="t", deadline_ms=60_000, keep_ms=60_000))
     settle(store, claim(store, identity("of acme", scope="acme")), State.FAILED, DECLINED)
     settle(store, claim(store, identity("paid by acme", scope="acme")))
 
@@ -81,7 +78,7 @@ def keys(result: Result) -> set[str]:
     return {line["key"] for line in lines(result)}
 
 
-ALL_BUT_COMPLETED = {"at work", "stale", "crashed", "declined", "queued", "of acme"}
+ALL_BUT_COMPLETED = {"running", "stale", "crashed", "declined", "queued", "of acme"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,7 @@ ALL_BUT_COMPLETED = {"at work", "stale", "crashed", "declined", "queued", "of ac
         ("--state any", ALL_BUT_COMPLETED | {"done", "paid by acme"}),
         ("--state completed", {"done", "paid by acme"}),
         ("--state stale", {"stale"}),
-        ("--state live", {"at work", "stale", "queued"}),
+        ("--state live", {"running", "stale", "queued"}),
         ("--state INTERRUPTED", {"crashed"}),
         ("--scope acme", {"of acme", "paid by acme"}),
         ("--key declined", {"declined"}),
@@ -108,15 +105,10 @@ def test_list_finds_what_its_filters_mean(every, run, words, found):
 
 
 def test_a_json_line_has_the_documented_names_and_times_in_utc(every, run):
-    (line,) = lines(run("list", "--json", "--key", "at work"))
-    assert (line["key"], line["task"], line["scope"], line["state"]) == (
-        "at work",
-        TASK,
-        "",
-        "PROCESSING",
-    )
+    (line,) = lines(run("list", "--json", "--key", "running"))
+    found = [line[name] for name in ("key", "task", "scope", "state", "stale")]
+    assert found == ["running", TASK, "", "PROCESSING", False]
     assert line["updated"].endswith("Z")
-    assert line["stale"] is False
 
 
 def test_a_pipe_gets_whole_cells_between_tabs(every, run):
@@ -127,8 +119,7 @@ def test_a_pipe_gets_whole_cells_between_tabs(every, run):
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_a_table_fits_the_terminal_and_never_cuts_the_state(store, run, monkeypatch, columns):
-    monkeypatch.setattr(session, "on_terminal", lambda: True)
-    monkeypatch.setattr(session, "width", lambda: columns)
+    monkeypatch.setattr(session, "terminal_width", lambda: columns)
     claim(store, identity("k" * 90, scope="acme"), lease_ms=-1, worker="w" * 60)
     head, row = run("list").stdout.splitlines()
     assert "PROCESSING, stale" in row
@@ -155,7 +146,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
 @pytest.mark.parametrize(
     ("key", "sentences"),
     [
-        ("at work", ["is PROCESSING", "on worker-3.example, pid 4711", "Its lease ends"]),
+        ("running", ["is PROCESSING", "on worker-3.example, pid 4711", "Its lease ends"]),
         ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
         ("crashed", ["its worker was lost", "1 of 3 crashes", "check the outside system first"]),
         ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),
@@ -174,10 +165,9 @@ def test_explain_tells_the_story_of_a_record(every, run, key, sentences):
     assert "Ada" not in result.stdout, "no results, no messages of errors"
 
 
-@pytest.mark.parametrize("typed", ['["order-17",2]', '["order-17", 2]'])
-def test_a_tuple_is_typed_as_a_json_list(store, run, typed):
+def test_a_tuple_is_typed_as_a_json_list(store, run):
     claim(store, '["order-17",2]')
-    assert run("show", typed).exit_code == 0
+    assert run("show", '["order-17", 2]').exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -286,16 +276,13 @@ def test_explain_says_what_it_can_mean_that_there_is_no_such_key(run):
     assert "never called" in result.stdout
 
 
-def test_explain_finds_an_unfinished_record_by_its_task_id_and_a_completed_one_by_a_scan(
-    store, run
-):
+def test_explain_finds_an_unfinished_record_by_its_task_id(store, run):
     claim(store, "busy", task_id="t-busy")
     settle(store, claim(store, "done", task_id="t-done"))
     assert "busy of shop.charge" in run("explain", "t-busy").stdout
     without = run("explain", "t-done")
     assert without.exit_code == 1
-    assert "--scan" in without.stderr
-    assert "done of shop.charge" in run("explain", "t-done", "--scan").stdout
+    assert "a completed one is found by its key" in without.stdout
 
 
 @pytest.mark.parametrize("state", [State.PROCESSING, State.COMPLETED, State.FAILED])
@@ -306,7 +293,7 @@ def test_a_key_is_found_in_whatever_scope_it_is(store, run, state):
         settle(store, record, state)
     result = run("show", "order-1")
     assert result.exit_code == 0, result.output
-    assert "order-1 of shop.charge in scope user 17" in result.stdout
+    assert 'order-1 of shop.charge in scope ["user",17]' in result.stdout
     assert keys(run("list", "--json", "--key", "order-1")) == {"order-1"}
     claim(store, identity("order-1", scope="other"))
     assert run("show", "order-1").exit_code == 1
@@ -322,27 +309,19 @@ def test_show_names_the_other_scopes_that_have_the_key(store, run):
     assert "order-1 of shop.charge is COMPLETED" in told.stdout
     elsewhere = told.stdout.partition("The same key elsewhere\n")[2].splitlines()[1:]
     found = {tuple(line.split("\t")[:3]) for line in elsewhere}
-    assert found == {
-        ("order-1", TASK, "user 17"),
-        ("order-1", "http", "user 17"),
-    }
+    assert found == {("order-1", each, '["user",17]') for each in (TASK, "http")}
     (line,) = lines(run("show", "order-1", "--json"))
     assert len(line["elsewhere"]) == 2
 
 
-def test_a_search_of_every_scope_ends_in_time_unless_all_of_it_is_asked_for(
-    store, run, monkeypatch
-):
+def test_a_search_of_every_scope_ends_in_time(store, run, monkeypatch):
     settle(store, claim(store, "order-1"))
     settle(store, claim(store, identity("order-1", scope="acme")))
     monkeypatch.setattr(commands, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(finding, "LOOK_AT", 1)
-    cut = run("show", "order-1")
-    assert "searched in part: --scan looks at every key" in cut.stderr
-    assert "acme" not in cut.stdout
-    whole = run("show", "order-1", "--scan")
-    assert "acme" in whole.stdout
-    assert "in part" not in whole.stderr
+    told = run("show", "order-1")
+    assert "searched in part: `list --key order-1` looks at every key" in told.stderr
+    assert "acme" not in told.stdout
 
 
 def test_a_key_of_several_records_is_not_guessed(store, run):
@@ -353,55 +332,38 @@ def test_a_key_of_several_records_is_not_guessed(store, run):
     assert len(result.stdout.splitlines()) == 3
 
 
-def test_an_operation_asks_and_without_a_yes_nothing_is_done(every, run, store):
+def test_an_operation_asks_and_without_a_yes_nothing_is_done(every, run, store, forgotten):
     for said in ("", "n\n"):
         result = run("forget", "done", said=said)
         assert result.exit_code == 1
         assert "TOOK EFFECT" in result.stderr
     assert store.get(identity("done")) is not None
-    assert run("forget", "done", said="y\n").exit_code == 0
+    assert run("forget", "done", "--who", "alice", "--reason", "asked", said="y\n").exit_code == 0
     assert store.get(identity("done")) is None
-
-
-def test_an_operation_tells_who_and_why(every, run, forgotten):
-    words = ("--yes", "--who", "alice", "--reason", "asked by the customer")
-    assert run("forget", "done", *words).exit_code == 0
     (event,) = forgotten
-    assert (event.who, event.reason) == ("alice", "asked by the customer")
+    assert (event.who, event.reason) == ("alice", "asked")
 
 
 def test_a_live_owner_is_left_alone_unless_forced_with_a_reason(every, run, store):
-    refused = run("release", "at work", "--yes")
+    refused = run("release", "running", "--yes")
     assert refused.exit_code == 1
     assert "its owner is live" in refused.stderr
-    assert run("release", "at work", "--yes", "--force").exit_code == 2
-    assert store.get(identity("at work")) is not None
-    assert run("release", "at work", "--yes", "--force", "--reason", "hangs").exit_code == 0
-    assert store.get(identity("at work")) is None
+    assert run("release", "running", "--yes", "--force").exit_code == 2
+    assert store.get(identity("running")) is not None
+    assert run("release", "running", "--yes", "--force", "--reason", "hangs").exit_code == 0
+    assert store.get(identity("running")) is None
 
 
-def test_complete_gives_callers_the_value_and_the_record_who_and_why(every, run, store):
-    asked = run("complete", "stale", "--value", '"ch_17"', said="n\n")
-    assert asked.exit_code == 1
-    assert "callers get that value. Check the outside system first" in asked.stderr
+def test_complete_gives_callers_the_value_and_the_record_who_and_why(every, run):
     words = ("--who", "alice", "--reason", "the bank has it")
-    assert run("complete", "stale", "--value", '"ch_17"', *words, said="y\n").exit_code == 0
-    charge = '{"charge": "ch_18"}'
-    done = run("complete", "declined", "--value", charge, *words, "--yes", "--json")
-    assert [(each["operation"], each["outcome"]) for each in lines(done)] == [("complete", "done")]
-    for key, paid in {"stale": "ch_17", "declined": "ch_18"}.items():
-        assert paid in run("show", key, "--value").stdout
-    told = run("explain", "stale").stdout
-    assert "is COMPLETED: an operator completed it with a value" in told
-    assert "complete by alice: the bank has it" in told
-
-
-def test_what_is_completed_is_not_completed_again(every, run, store):
-    before = store.get(identity("done"))
-    result = run("complete", "done", "--value", "17", "--yes")
-    assert result.exit_code == 1
-    assert "Nothing was done" in result.stderr
-    assert store.get(identity("done")) == before
+    asked = run("complete", "stale", "--value", '"ch_17"', *words, said="y\n")
+    assert asked.exit_code == 0
+    assert "callers get that value. Check the outside system first" in asked.stderr
+    told = run("show", "stale", "--value").stdout
+    for fact in ("an operator completed it with a value", "by alice: the bank has it", "ch_17"):
+        assert fact in told
+    again = run("complete", "stale", "--value", "18", "--yes")
+    assert (again.exit_code, "Nothing was done" in again.stderr) == (1, True)
 
 
 def test_a_key_of_no_task_is_not_completed(run, store):
@@ -437,12 +399,9 @@ def test_all_that_match_are_counted_shown_and_told_one_by_one(every, run, store)
     assert "2 records found" in dry.stderr
     assert store.get(identity("declined")) is not None
     done = run(*words, "--json", "--yes")
-    assert {(each["key"], each["outcome"]) for each in lines(done)} == {
-        ("declined", "done"),
-        ("of acme", "done"),
-    }
-    assert done.exit_code == 0
-    assert store.get(identity("declined")) is None
+    outcomes = {each["key"]: (each["operation"], each["outcome"]) for each in lines(done)}
+    assert outcomes == dict.fromkeys(("declined", "of acme"), ("forget", "done"))
+    assert (done.exit_code, store.get(identity("declined"))) == (0, None)
 
 
 def test_what_is_left_alone_is_counted_and_makes_the_exit_code_1(every, run, store):
@@ -450,7 +409,7 @@ def test_what_is_left_alone_is_counted_and_makes_the_exit_code_1(every, run, sto
     assert result.exit_code == 1
     assert "1 released, 1 left alone" in result.stderr
     assert store.get(identity("stale")) is None
-    assert store.get(identity("at work")) is not None
+    assert store.get(identity("running")) is not None
 
 
 def test_a_filter_goes_on_where_its_limit_ended(store, run):
@@ -571,35 +530,23 @@ def test_health_is_well_where_the_store_answers_and_sweeps_run(run, store):
     assert "well" in run("check", "--health").stdout
 
 
-def test_health_asks_the_store_once_and_says_that_it_notes_no_sweeps(run, store, monkeypatch):
-    stats, asked = store.stats, []
-    monkeypatch.setattr(store, "stats", lambda: asked.append(1) or stats())
-    monkeypatch.setattr(store, "supports_counting", False)
-    told = run("check", "--health")
-    assert told.exit_code == 0
-    assert "This store does not note sweeps." in told.stdout
-    assert asked == [1]
-
-
-def test_health_misses_sweeps_after_three_intervals(run, store):
+def test_health_misses_sweeps_after_three_intervals_where_the_store_notes_them(run, store):
     store.note_sweep()
     store._swept_ms -= 91_000  # every 30 s
     assert run("check", "--health").exit_code == 1
     store._swept_ms += 2_000
     assert run("check", "--health").exit_code == 0
+    store._swept_ms, store.supports_counting = None, False
+    told = run("check", "--health")
+    assert (told.exit_code, "This store does not note sweeps." in told.stdout) == (0, True)
 
 
 def test_all_of_a_scope_is_forgotten_and_nothing_else(every, run, store):
-    settle(store, claim(store, identity("done", scope="acme")))
     for number in range(30):
         settle(store, claim(store, identity(f"{number}", scope="acme", namespace="other")))
-    forget_all = ("forget", "--all", "--scope", "acme")
-    assert run(*forget_all, said="n\n").exit_code == 1
-    assert store.get(identity("done", scope="acme")) is not None
-    done = run(*forget_all, "--json", said="y\n")
+    done = run("forget", "--all", "--scope", "acme", "--json", said="y\n")
     assert done.exit_code == 0, done.output
-    assert "33 records found" in done.stderr
-    assert {line["outcome"] for line in lines(done)} == {"done"}
+    assert "32 records found" in done.stderr
     left = keys(run("list", "--state", "any", "--json"))
     assert left == ALL_BUT_COMPLETED - {"of acme"} | {"done"}
-    assert run(*forget_all).exit_code == 0
+    assert run("forget", "--all", "--scope", "acme").exit_code == 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from django import forms
 
 from celery_idempotent.celery.finding import scopes_of, select
-from celery_idempotent.celery.operations import LONGEST_REASON, OPERATIONS, Operation
+from celery_idempotent.celery.operations import OPERATIONS, Operation
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Record, Selection, State, Stored
@@ -104,7 +104,7 @@ class OperationForm(forms.Form):
         error_messages={"required": "Tick this to take the key away from its owner."},
     )
     reason = forms.CharField(
-        required=False, max_length=LONGEST_REASON, widget=forms.Textarea(attrs={"rows": 3})
+        required=False, max_length=500, widget=forms.Textarea(attrs={"rows": 3})
     )
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Names as people read them: of tasks, scopes and processes."""
+"""Names as people read them: of tasks and processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from django import template
 from django.utils.html import conditional_escape
 from django.utils.safestring import SafeString, mark_safe
 
-from celery_idempotent.celery.finding import scope_in_words
-
 register = template.Library()
-register.filter("scope_words", scope_in_words)
 
 _BREAKS = re.compile(r"(?<=[._/:])")
 
