@@ -1,4 +1,4 @@
-"""A run inside a transaction of its store: what it writes and its end state are committed together, or not at all.
+"""A run inside a transaction of its store: its writes and its end state are committed together, or not at all.
 
 ::
 
@@ -6,8 +6,6 @@
                            │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
                            │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see run._end_failed), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
-
-Once the settle is written, an exception does not tell whether the COMMIT was done. The database knows, and is asked.
 
 An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. The run left
 nothing behind. After a deadlock, a serialization failure or a lost session it begins again, up to ``MAX_REPEATS``
@@ -39,10 +37,10 @@ from celery_idempotent.stores.base import Store, Transaction
 
 logger = logging.getLogger(__name__)
 
-#: So often a run begins again at once when its transaction failed at the very end.
+#: How often a run begins again at once when its transaction failed at the very end.
 MAX_REPEATS = 4
 
-#: It waits so long at first, in seconds, so that those who collided do not meet again.
+#: The first pause before it, in seconds, so that runs that collided do not meet again.
 _FIRST_REPEAT = 0.02
 
 
@@ -61,27 +59,25 @@ def transactional(store: Store, task: str) -> Store:
 
 
 def run_body(run: Run, body: Body) -> object:
-    """Call a body in a transaction, and settle as the last statement of it: see :attr:`.Run.in_transaction`.
+    """Call a body in a transaction, and settle as its last statement: see :attr:`.Run.in_transaction`.
 
     Raises:
-        BaseException: whatever the body raised, or the database at the commit.
+        BaseException: the error of the body, or of the database at the commit.
     """
     if run.phase is Phase.UNGUARDED or run.policy.mode == "observe":
-        return _without_settle(run, body)
+        with transactional(run.open_store(), run.name).transaction(None):
+            run.shield.open()
+            value = body()
+            run.shield.closed = True
+        return value
     attempt = _Attempt(run, body)
     try:
-        return attempt.run()
-    except BaseException as error:  # noqa: BLE001  raised again, but for what the database undid
-        return attempt.undone(error)
-
-
-def _without_settle(run: Run, body: Body) -> object:
-    """Call a body that expects a transaction, where nothing is settled in it."""
-    with transactional(run.open_store(), run.name).transaction(None):
-        run.shield.open()
-        value = body()
-        run.shield.closed = True
-    return value
+        attempt.run()
+    except BaseException as error:  # noqa: BLE001  raised again, unless the database says otherwise
+        attempt.handle_failure(error)
+    if attempt.replaced_by is not None:
+        raise attempt.replaced_by
+    return attempt.value
 
 
 class _NotToCommitError(Exception):
@@ -100,16 +96,16 @@ class Stage(enum.Enum):
 class _Attempt:
     """One call of the body, in one transaction."""
 
-    def __init__(self, run: Run, body: Body) -> None:
-        self._run, self._body = run, body
-        self._stage = Stage.BEGINNING
-        #: What the body returned, or the exception that it raised because another task carries on.
-        self._value: object = None
-        self._left: Exception | None = None
-        self._transaction: Transaction | None = None
+    value: object = None
+    #: The exception of a body that replaced its task: its writes stay.
+    replaced_by: Exception | None = None
+    _transaction: Transaction | None = None
 
-    def run(self) -> object:
-        """Return what the body returned, once that is committed."""
+    def __init__(self, run: Run, body: Body) -> None:
+        self._run, self._body, self._stage = run, body, Stage.BEGINNING
+
+    def run(self) -> None:
+        """Call the body, settle and commit."""
         run = self._run
         try:
             transaction = transactional(run.store, run.name).transaction(run.record)
@@ -119,33 +115,27 @@ class _Attempt:
                 run.transaction = transaction
                 try:
                     run.shield.open()
-                    self._value = self._body()
+                    self.value = self._body()
                 except Exception as error:
                     if not run.replaced:
                         raise
-                    self._left = error  # another task carries on: what this one wrote stays
+                    self.replaced_by = error
                 run.shield.closed = True
-                if isinstance(self._value, UNFINISHED):
-                    raise refuse_unfinished(run, self._value)
+                if isinstance(self.value, UNFINISHED):
+                    raise refuse_unfinished(run, self.value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._stage, run.settling_since = Stage.SETTLING, time.monotonic()
-                if not transaction.settle(end_of(run, State.COMPLETED, self._value)):
+                if not transaction.settle(end_of(run, State.COMPLETED, self.value)):
                     raise LeaseLost("a newer claim has the key: the transaction is rolled back")
                 self._stage = Stage.COMMITTING
         finally:
             run.shield.closed = True
             run.transaction = None
         note_end(run, State.COMPLETED)
-        return self._returned()
 
-    def _returned(self) -> object:
-        if self._left is not None:
-            raise self._left
-        return self._value
-
-    def undone(self, error: BaseException) -> object:
-        """Act on the exception that the transaction ended with: raise it, or have the call claim again.
+    def handle_failure(self, error: BaseException) -> None:
+        """Raise the exception that the transaction ended with, unless it was committed or the call claims again.
 
         Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
         struck right after it::
@@ -153,61 +143,53 @@ class _Attempt:
             settle ─▶ COMMIT ─✂─ the connection is gone ─▶ wait for its end ─▶ settled: it was committed
                                                               └─ it is not ─▶ it was rolled back: again, or raise
         """
-        run = self._run
+        run, stage = self._run, self._stage
         if self._transaction is not None:
             self._transaction.abandon()
-        if run.phase is Phase.SETTLED or (
-            self._stage is Stage.COMMITTING and self._committed(error)
-        ):
-            if not isinstance(error, Exception):
-                raise error
-            return self._returned()
-        run.replaced = False  # its replacement is rolled back as well
         if not isinstance(error, Exception):
+            run.replaced = False
+            if stage is Stage.COMMITTING and run.phase is Phase.RUNNING:
+                run.phase = Phase.ENDED  # the record tells whether it was committed
             raise error
+        if run.phase is Phase.SETTLED or (stage is Stage.COMMITTING and self._resolve_commit()):
+            return
+        run.replaced, self.replaced_by = False, None  # its replacement is rolled back as well
+        unreachable = STORE_ERRORS if stage is Stage.BEGINNING else StoreUnavailable
         if run.after_rollback is not None:
             # Free the key, and publish the retry.
             act, run.after_rollback = run.after_rollback, None
             act()
-            if isinstance(error, _NotToCommitError):
-                return self._value
-            raise error
-        if self._stage is not Stage.BODY:
-            refused = isinstance(error, LeaseLost) or self._stage is Stage.COMMITTING
-            if refused and find_newer_claim(run):
-                return None
-            if isinstance(error, LeaseLost):
+            if not isinstance(error, _NotToCommitError):
+                raise error
+        elif stage is not Stage.BODY and isinstance(error, LeaseLost):
+            if not find_newer_claim(run):
                 run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
-                return None
-            unreachable = STORE_ERRORS if self._stage is Stage.BEGINNING else StoreUnavailable
-            if isinstance(error, unreachable):
-                # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
-                # should that message be lost.
-                release(run, requeue_ms=run.policy.lease_ms, error=error)
-                run.report(signals.store_failed, run.record, error=error)
-                run.store_failed(error, begun=True)
-        self._repeat(error)
-        return None
+        elif stage is not Stage.BODY and isinstance(error, unreachable):
+            # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
+            # should that message be lost.
+            release(run, requeue_ms=run.policy.lease_ms, error=error)
+            run.report(signals.store_failed, run.record, error=error)
+            run.store_failed(error, begun=True)
+        else:
+            self._repeat(error)
 
-    def _committed(self, error: BaseException) -> bool:
-        """Ask the database what became of the commit.
+    def _resolve_commit(self) -> bool:
+        """Ask the database for the outcome of the commit.
 
         Its lock is taken until the transaction ends, and this question waits for that; a sweep leaves the key alone::
 
             run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the lock … COMPLETED: committed
             database                                  COMMIT is running ──────────────────────── committed
         """
-        run, at_exit = self._run, not isinstance(error, Exception)
+        run = self._run
         assert self._transaction is not None
-        until = time.monotonic() + (0 if at_exit else run.policy.lease_ms / 1000)
+        until = time.monotonic() + run.policy.lease_ms / 1000
         try:
             committed = backoff.persist(
                 self._transaction.committed, until=until, errors=STORE_ERRORS
             )
         except STORE_ERRORS:
             run.phase = Phase.ENDED
-            if at_exit:
-                raise error from None
             unknown = f"it is unknown whether the transaction of {run.identity} was committed"
             run.store_failed(StoreUnavailable(unknown), begun=True)
         if committed:
@@ -224,12 +206,8 @@ class _Attempt:
             or not self._transaction.is_transient(error, at_end=at_end)
         ):
             raise error
-        logger.info(
-            "idempotency: task %s of %s was rolled back (%s), and runs again at once",
-            run.task_id,
-            run.identity,
-            type(error).__name__,
-        )
+        line = "idempotency: task %s of %s was rolled back (%s), and runs again at once"
+        logger.info(line, run.task_id, run.identity, type(error).__name__)
         run.repeats += 1
         release(run, requeue_ms=run.policy.lease_ms, error=error)
         run.shield.pause(backoff.seconds(run.repeats, first=_FIRST_REPEAT))
