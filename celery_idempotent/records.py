@@ -1,35 +1,30 @@
-"""What a store has about a key, what it is asked for and how it answers: values without I/O and clock."""
-# Most are not ``frozen``: to make one would take three times as long, and a task makes several.
+"""Records, and the questions and answers of a store's verbs: values without I/O and clock."""
+# Most are not ``frozen``, which would take three times as long to make; a task makes several.
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
-from typing import Literal, get_args
+from datetime import datetime, timezone
+from typing import Literal
 
 #: A fingerprint is the first 16 bytes of a SHA-256.
 FINGERPRINT_BYTES = 16
-#: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
+#: The length of an attempt id: a repeated claim with the same id gets the same answer.
 ATTEMPT_BYTES = 8
 
-#: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
+#: How a sweep treats a stale record: note the crash; fail it for good; send its message again.
 OnStale = Literal["interrupt", "fail", "requeue"]
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-#: The last moment that a ``datetime`` can be; a damaged record may have a later one.
-_LAST_MS = 253_402_300_799_999
 
 
 def _when(ms: int) -> datetime:
-    return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
+    return datetime.fromtimestamp(ms / 1000, timezone.utc)
 
 
 class State(enum.Enum):
     """Where a key is in its life; a key without a record is unclaimed."""
 
-    # Enum's own is written in Python.
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # Enum's is written in Python
 
     QUEUED = "QUEUED"
     PROCESSING = "PROCESSING"
@@ -40,22 +35,16 @@ class State(enum.Enum):
     @property
     def settled(self) -> bool:
         """Is this an end state, answered without another run?"""
-        return self in _ENDS
-
-    @property
-    def is_failure(self) -> bool:
-        """Is this an end state that is answered with an exception?"""
-        return self.settled and self is not State.COMPLETED
+        return self is State.COMPLETED or self is State.FAILED
 
 
 #: The states that a run settles its record in.
 EndState = Literal[State.COMPLETED, State.FAILED]
-_ENDS = get_args(EndState)
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Identity:
-    """What a record is about: one key, in one scope, in one namespace, all in canonical form (see :mod:`.keys`)."""
+    """One key in one scope in one namespace, all in canonical form (see :mod:`.keys`)."""
 
     namespace: str
     scope: str = ""
@@ -63,7 +52,7 @@ class Identity:
 
     @property
     def by_task_id(self) -> bool:
-        """Whether the key is only the task id, which no other call shares."""
+        """Is the key only the task id, which no other call shares?"""
         return self.key.startswith("@")
 
     def __str__(self) -> str:
@@ -71,7 +60,7 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
-#: What the duplicates of a record do that was settled without its value or exception.
+#: What duplicates do where a record was settled without its value or exception; the end of a log line.
 WITHOUT_VALUE = {
     State.COMPLETED: "will look for it in the result backend",
     State.FAILED: "get ResultUnavailable",
@@ -89,15 +78,15 @@ class Stored:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What the store has about one key.
+    """The state and history of one key.
 
-    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of a lease, or when the
-    message of a QUEUED record is lost. ``worker`` is ``hostname:pid/id`` until the record is settled. ``value``
-    is the result or the exception, ``None`` when it was not kept. ``replaced``: another task carries the task id on;
-    ``delivered``: the callbacks were sent; ``reserved``: the key was reserved before its message was published, in a
-    transaction that may still be rolled back if ``uncommitted``; ``swept``: a sweep ended the claim or settled the
-    record, and its owner may go on with its token. ``message`` is what to publish when it is requeued, ``note`` who
-    changed the record last as an operator, what they did, and why.
+    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of a lease, or the moment
+    from which the message of a QUEUED record is lost. ``worker`` is ``hostname:pid/id`` until the record is settled.
+    ``value`` is the result or the exception, ``None`` when it was not kept. ``replaced``: another task has the task id
+    now; ``delivered``: the callbacks were sent; ``reserved``: the key was reserved before its message was published, in
+    a transaction that may still be rolled back if ``uncommitted``; ``swept``: a sweep ended the claim or settled the
+    record, and its owner may go on with its token. ``message`` is published when the key is requeued. ``note`` is the
+    last operation of a person: which, by whom, and why.
     """
 
     identity: Identity
@@ -158,10 +147,10 @@ class Record:
 
 @dataclass(slots=True, kw_only=True)
 class ClaimRequest:
-    """What a worker asks a store for: the key, for whom, and for how long.
+    """A worker's request for a key: for whom, and for how long.
 
     While a claim holds, the same ``attempt`` (8 random bytes) gets the same token again. The record lives ``keep_ms``
-    longer than its lease. ``on_stale`` tells a sweep what to do should that run out, ``message`` what to publish then.
+    longer than its lease. If that runs out, a sweep does as ``on_stale`` says, and may publish ``message``.
     """
 
     identity: Identity
@@ -177,9 +166,9 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ReserveRequest:
-    """What a publisher asks a store for: the key, for a message that is taken for lost ``deadline_ms`` from now.
+    """A publisher's request for a key, for a message that is taken for lost ``deadline_ms`` from now.
 
-    A sweep sends the ``message`` then, should no worker have claimed the key. The record lives ``keep_ms`` longer.
+    A sweep sends the ``message`` then if no worker has claimed the key. The record lives ``keep_ms`` longer.
     """
 
     identity: Identity
@@ -193,11 +182,12 @@ class ReserveRequest:
 
 @dataclass(slots=True, kw_only=True)
 class SettleRequest:
-    """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
+    """The end of the claim that returned ``record``, for a store to keep for ``keep_ms``.
 
-    Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
-    ``record`` stays as it is; a FAILED one ends anew if ``record`` was FAILED. ``swept``: a sweep says so, and the
-    owner may still replace it. With an operator's ``note`` the record gets a new token, which refuses the earlier run.
+    Without ``restore`` (from a caller that did not run it) a record that is gone stays gone, and one in another state
+    than ``record`` stays as it is; a FAILED one ends anew if ``record`` was FAILED. ``swept``: it comes from a sweep,
+    and the owner may still replace it. An operator's ``note`` gives the record a new token, which refuses the earlier
+    run.
     """
 
     record: Record
@@ -212,7 +202,7 @@ class SettleRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ResultWrite:
-    """What a result backend in Redis writes to ``key``, for ``expires_s`` (0: for ever), and to its channel."""
+    """A write of a result backend in Redis to ``key``, for ``expires_s`` (0: for ever), and to its channel."""
 
     key: bytes
     payload: bytes = field(repr=False)
@@ -220,7 +210,7 @@ class ResultWrite:
 
 
 class SettledWith(enum.Enum):
-    """What became of a settle that brought the task's result along."""
+    """The outcome of a settle that brought the task's result along."""
 
     LOST = "the key has another token: neither the end state nor the result is written"
     NOTHING = "the end state is written; the result is left to its backend"
@@ -286,7 +276,7 @@ Answer = Claimed | Held | Settled | Mismatched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """What one sweep did; the messages of the ``requeued`` are to be published now. Is there ``more`` to do?"""
+    """The outcome of one sweep; the messages of the ``requeued`` are to be published now. Is there ``more`` to do?"""
 
     interrupted: tuple[Record, ...] = ()
     requeued: tuple[Record, ...] = ()
@@ -319,11 +309,6 @@ class Selection:
     def scans(self) -> bool:
         """Does a store have to look at every key, as COMPLETED records have no index?"""
         return State.COMPLETED in self.wanted
-
-    @property
-    def newest_first(self) -> bool:
-        """Are only INTERRUPTED or only FAILED records wanted?"""
-        return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
 
     def names(self, identity: Identity) -> bool:
         """Does the identity alone allow the record?"""
@@ -369,7 +354,7 @@ class Stats:
     swept_ms: int | None = None
     at_least: frozenset[str] = frozenset()
 
-    def said(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
+    def shown(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
         """Return a count for people, with a plus where there may be more."""
         plus = "+" if name in self.at_least else ""
         return f"{getattr(self, name):,}{plus}"

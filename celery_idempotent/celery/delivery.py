@@ -207,7 +207,7 @@ class Delivery(Run):
         request, own = self.request, record.task_id == self.request.id
         if own and record.delivered:
             request.callbacks = request.errbacks = request.chain = request.chord = None
-        if record.state.is_failure:
+        if record.state is State.FAILED:
             error = self.definition.codec.load_error(record.value)
             self._expect_replayed(record, age_ms)
             raise error

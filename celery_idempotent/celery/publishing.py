@@ -293,7 +293,7 @@ def _reserve_and_send(
         case Held(left_ms=0) if record.state is State.PROCESSING:
             # The lease ran out: the worker never came back, and with early acks the message is gone, too.
             _use_task_id(options, record.task_id)
-        case _ if record.state.is_failure or record.settled_by_operator:
+        case _ if record.state is State.FAILED or record.settled_by_operator:
             # An operator writes no result under the first id: a worker answers this message from the record.
             pass
         case _:

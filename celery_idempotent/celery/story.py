@@ -81,7 +81,7 @@ def _load(app: Celery, record: Record, read: Callable[[Stored], object] | None =
         raise ResultUnavailable("It was not kept in the record.")
     definition = definition_of(app, namespace := record.identity.namespace, load=True)
     codec = TaskCodec(app, namespace, Policy()) if definition is None else definition.codec
-    load = codec.load_error if record.state.is_failure else codec.load_value
+    load = codec.load_error if record.state is State.FAILED else codec.load_value
     return (read or load)(record.value)
 
 

@@ -190,7 +190,7 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
         "hours": hours,
         "outcomes": counts,
     }
-    states = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
+    states = ", ".join(f"{stats.shown(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
     _, sweeps = story.sweeps_of(app, store, stats)
     write(as_json, about, f"{states}. COMPLETED records are not counted. {sweeps}")
     if not store.supports_counting:

@@ -31,7 +31,7 @@ from celery_idempotent.http.options import HttpOptions
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Body, Run, execute
-from celery_idempotent.records import Identity, Record, Stored
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import Store
 
@@ -155,7 +155,7 @@ def stored_answer(record: Record) -> Answer:
     Raises:
         RequestRefused: if the request failed for good, or its response was not kept.
     """
-    if record.state.is_failure:
+    if record.state is State.FAILED:
         code = failure_of(record, None).code
         details = {
             "failed_by_operator": "An operator decided that it is not tried again.",

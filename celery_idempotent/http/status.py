@@ -66,7 +66,7 @@ def operation_answer(
         RequestRefused: ``result_unavailable``, if the result backend does not answer.
     """
     marks: Headers = [(REPLAYED, "true")] if replayed else []
-    if record.state.is_failure:
+    if record.state is State.FAILED:
         failure = failure_of(record, task)
         mro = getattr(failure.kind, "__mro__", ())
         problem = make_problem(
@@ -126,7 +126,7 @@ def describe(
             json.dumps(members, cls=encoder)
         except Exception:  # noqa: BLE001  whatever the parts of a result do when they are asked
             members = {"result_kept": False}
-    elif state.is_failure:
+    elif state is State.FAILED:
         failure = failure_of(record, task)
         error = {**failure.error, "code": failure.code, "detail": failure.detail}
         members = {"error": error, "retryable": failure.retryable}

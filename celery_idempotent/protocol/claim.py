@@ -1,10 +1,9 @@
-"""What the body of a task or a view can read of its claim, and do with it."""
+"""The claim of a run, as the body of a task or a view sees it."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -21,16 +20,14 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.options import Policy
     from celery_idempotent.stores.base import Store, Transaction
 
-logger = logging.getLogger(__name__)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
 #: The longest pause between two tries while the body waits for the store, in seconds.
 _LONGEST_PAUSE = 1.0
 
-#: The most bytes that one step may return, and all steps of a record. In a statement of SQL bytes may take twice as
-#: much, and MariaDB accepts 16 MiB by default.
+#: The most bytes that one step may return, and all steps of a record. MariaDB accepts statements of 16 MiB by default,
+#: in which some bytes count twice.
 STEP_BYTES = 1024 * 1024
 STEPS_BYTES = 6 * STEP_BYTES
 
@@ -59,18 +56,18 @@ class Phase(enum.Enum):
 
 _BODY_RUNS = (Phase.RUNNING, Phase.UNGUARDED, Phase.RELEASED)
 
-#: The run that this code is part of.
+#: The run in progress.
 current_run: ContextVar[Claim | None] = ContextVar("idempotency_run", default=None)
 
 
 def current_claim() -> Claim | None:
-    """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
+    """Return the claim of the run in progress, or ``None`` outside an idempotent run."""
     run = current_run.get()
     return run if run is not None and run.phase in _BODY_RUNS else None
 
 
 class Codec(Protocol):
-    """How values, exceptions and the results of steps are stored; ``None``: settle without it."""
+    """Stores values, exceptions and the results of steps; ``None``: settle without it."""
 
     def dump_value(self, value: Any) -> Stored | None:  # each codec takes its own kind of result
         """Serialize a result."""
@@ -79,7 +76,7 @@ class Codec(Protocol):
         """Serialize an exception."""
 
     def dump_step(self, name: str, value: object) -> Stored:
-        """Serialize the result of a step, or raise: a step that cannot be recorded protects nothing."""
+        """Serialize the result of a step, or raise."""
 
     def load_value(self, stored: Stored) -> object:
         """Return a stored value."""
@@ -89,12 +86,10 @@ class Claim:
     """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
 
     phase = Phase.CLAIMING
-    #: The store refused a renewal or a step. The heartbeat's thread writes this, and nothing else.
+    #: The store refused a renewal or a step. The heartbeat's thread sets only this and ``renewed_at``.
     lost = False
-    #: The transaction that the body is running in (``idempotency_atomic``).
+    #: The transaction of the body (``idempotency_atomic``).
     transaction: Transaction | None = None
-    #: The results of the steps that are recorded, by their names; ``None`` until they are asked for.
-    known_steps: dict[str, Stored] | None = None
 
     identity: Identity
     policy: Policy
@@ -102,8 +97,10 @@ class Claim:
     store: Store
     #: The record as it was when the key was claimed.
     record: Record
-    #: When the claim, or its last renewal, was sent (``time.monotonic``): the store got it later, so the claim surely
-    #: lives for one lease from here.
+    #: The results of the recorded steps, by their names.
+    steps: dict[str, Stored]
+    #: When the claim, or its last renewal, was sent (``time.monotonic``): the store got it later, and the claim lives
+    #: for at least a lease from here.
     renewed_at = 0.0
 
     def __repr__(self) -> str:
@@ -132,37 +129,26 @@ class Claim:
     # -- the lease -----------------------------------------------------------------------------------------------------
 
     def renewal(self) -> Renewal:
-        """Return what it takes to renew this claim."""
-        policy = self.policy
+        """Return the request that renews this claim."""
+        lease_ms, keep_ms = self.policy.lease_ms, self.policy.keep_ms
         return Renewal(
-            identity=self.identity,
-            token=self.record.token,
-            lease_ms=policy.lease_ms,
-            keep_ms=policy.keep_ms,
+            identity=self.identity, token=self.record.token, lease_ms=lease_ms, keep_ms=keep_ms
         )
 
     def renew(self) -> None:
         """Renew the lease. A store that does not answer is asked again, until the lease may have run out.
 
+        In mode ``"observe"`` this does nothing.
+
         Raises:
             LeaseLost: if the claim is gone.
             StoreUnavailable: if the store did not answer before the lease may have run out.
         """
-        if self.phase is Phase.UNGUARDED:
+        if self._is_unprotected:
             return
-        observed = self.policy.mode == "observe"
-        until = self.renewed_at + (0 if observed else self.policy.lease_ms / 1000)
-        try:
-            renewed = backoff.persist(self._try_renew, until=until, longest=_LONGEST_PAUSE)
-        except IdempotencyError as error:
-            if not observed:
-                raise
-            logger.warning("idempotency: observing: could not renew %s: %s", self.identity, error)
-            return
-        if not renewed:
-            self.lost = True
-            if not observed:
-                raise self._gone()
+        until = self.renewed_at + self.policy.lease_ms / 1000
+        if not backoff.persist(self._try_renew, until=until, longest=_LONGEST_PAUSE):
+            raise self._gone()
 
     def ensure(self) -> None:
         """Check that this run still holds the claim, before an irreversible action. The same as :meth:`renew`."""
@@ -179,6 +165,10 @@ class Claim:
             self.renewed_at = sent
         return renewed
 
+    @property
+    def _is_unprotected(self) -> bool:
+        return self.phase is Phase.UNGUARDED or self.policy.mode == "observe"
+
     # -- parts of the operation ----------------------------------------------------------------------------------------
 
     def derived_key(self, name: str) -> str:
@@ -188,40 +178,32 @@ class Claim:
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
         return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))
 
-    @property
-    def has_steps(self) -> bool:
-        """Did this run, or an earlier one, record a step?"""
-        return bool(self.record.steps if self.known_steps is None else self.known_steps)
-
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one part of the operation once: ``charge = self.idempotency.step("charge", provider.charge, amount)``.
 
         Its result is written to the record before this returns. A later run of the same key (a retry, another attempt
-        after a failure or a crash) gets that result back, and ``function`` is not called again. If the process dies
-        after ``function`` returned and before its result is written, the next run calls it again: hand
-        :meth:`derived_key` to the outside system, so that it recognises the repetition.
+        after a failure or a crash) gets that result, without a call of ``function``. If the process dies after
+        ``function`` returned and before its result is written, the next run calls it again: hand :meth:`derived_key`
+        to the outside system, so that it recognises the repetition.
 
         The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
         have different names. In an atomic task ``function`` must not write to the database of its transaction: a
-        failure would roll that back, while the step stays recorded, and is not called again.
+        failure would roll that back, while the step stays recorded.
 
         Raises:
-            LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else what it did
+            LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else its effect
                 was not recorded.
             StoreUnavailable: if the store could not be reached for the length of a lease.
             IdempotencyError: if the result cannot be serialized, or is too large; or, before ``function`` is called,
                 if the results of earlier steps leave no room for another one.
         """
-        if self.phase is Phase.UNGUARDED or self.policy.mode == "observe":
+        if self._is_unprotected:
             done = self.codec.dump_step(name, function(*args, **kwargs))
             return self.codec.load_value(done)  # type: ignore[return-value]  # what the serializer makes of a T
-        steps = self.known_steps
-        if steps is None:
-            steps = self.known_steps = dict(self.record.steps)
-        if name not in steps:
+        if name not in self.steps:
             if self.lost or self.phase is not Phase.RUNNING:
                 raise self._gone()
-            if sum(len(step.body) for step in steps.values()) > STEPS_BYTES - STEP_BYTES:
+            if sum(len(step.body) for step in self.steps.values()) > STEPS_BYTES - STEP_BYTES:
                 raise IdempotencyError(
                     f"Step {name!r} of {self.identity} is not begun: the results of the steps before it leave "
                     f"too little of the {STEPS_BYTES:,} bytes that a record keeps of all steps. Return less from "
@@ -230,15 +212,15 @@ class Claim:
             with nullcontext() if self.transaction is None else self.transaction.read_only():
                 result = function(*args, **kwargs)
             done = self.codec.dump_step(name, result)
-            # Tried for up to a lease: the next run repeats a step that was not written.
+            # Tried for a lease: the next run repeats a step that was not written.
             write = partial(
                 self.store.checkpoint, self.identity, token=self.token, name=name, value=done
             )
             until = time.monotonic() + self.policy.lease_ms / 1000
             if not backoff.persist(write, until=until, longest=_LONGEST_PAUSE):
                 raise self._gone()
-            steps[name] = done
-        return self.codec.load_value(steps[name])  # type: ignore[return-value]  # as above
+            self.steps[name] = done
+        return self.codec.load_value(self.steps[name])  # type: ignore[return-value]  # as above
 
     def _gone(self) -> LeaseLost:
         self.lost = True

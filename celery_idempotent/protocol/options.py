@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import OnStale, Record
+from celery_idempotent.records import OnStale, Record, State
 from celery_idempotent.settings import PREFIX, milliseconds
 
 T = TypeVar("T")
@@ -207,7 +207,7 @@ class Policy:
         """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
         if self.retention_ms or not record.state.settled:
             return False
-        return record.state.is_failure or not record.replaced
+        return record.state is State.FAILED or not record.replaced
 
 
 _TASK_OPTIONS: Final = (*KEY_OPTIONS, *fields_by_option(Policy))

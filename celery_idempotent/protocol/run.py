@@ -237,7 +237,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
 
     No signal strikes in this function itself (:mod:`.shield`): a body that returned is settled.
     """
-    run.record, run.phase = record, Phase.RUNNING
+    run.record, run.steps, run.phase = record, dict(record.steps), Phase.RUNNING
     outer = current_run.set(run)
     # An atomic run holds a lock of its database instead; another thread does not see a record in an open transaction.
     is_renewed = run.in_transaction is None or run.policy.mode == "observe"
@@ -319,7 +319,7 @@ def _ask(
 def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfigured:
     """Ask the store for the key; each try has the same attempt id."""
     policy, observed = run.policy, run.policy.mode == "observe"
-    run.phase, run.lost, run.replaced, run.known_steps = Phase.CLAIMING, False, False, None
+    run.phase, run.lost, run.replaced = Phase.CLAIMING, False, False
     request = ClaimRequest(
         identity=run.identity,
         fingerprint=run.fingerprint,
@@ -563,9 +563,7 @@ def _is_final(run: Run, error: BaseException) -> bool:
     """
     if isinstance(error, (*run.control, errors.LeaseLost)) or not isinstance(error, Exception):
         return False
-    return isinstance(error, run.policy.permanent_errors) or (
-        run.keeps_failure and not run.has_steps
-    )
+    return isinstance(error, run.policy.permanent_errors) or (run.keeps_failure and not run.steps)
 
 
 def release(
@@ -590,7 +588,7 @@ def release(
         return None
     else:
         if released:
-            state = State.INTERRUPTED if run.has_steps else None  # None: it is deleted
+            state = State.INTERRUPTED if run.steps else None  # None: it is deleted
             if requeue_ms is not None and (run.record.reserved or run.message is not None):
                 state = State.QUEUED
             run.report(signals.released, run.record, state=state, error=error)

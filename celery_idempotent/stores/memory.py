@@ -96,7 +96,7 @@ class MemoryStore(Store):
         """Return about ``limit`` of the selected records; the cursor is how many came before."""
         (start,) = read_cursor(cursor, "m", 1)
         now_ms, records = self._alive()
-        if selection.newest_first:
+        if selection.wanted in ({State.INTERRUPTED}, {State.FAILED}):
             wanted = [record for record in records if record.state in selection.wanted]
             records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
         found: list[Record] = []

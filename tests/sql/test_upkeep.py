@@ -191,7 +191,7 @@ def test_counts_are_bounded_and_say_so(
 
     def said() -> tuple[str, str, str]:
         stats = store.stats()
-        return stats.said("live"), stats.said("stale"), stats.said("failed")
+        return stats.shown("live"), stats.shown("stale"), stats.shown("failed")
 
     records = [make(number) for number in range(3)]
     assert said() == ("3", "0", "0")

@@ -51,7 +51,7 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300) -> Claim:
     record = claim_key(store, identity, lease_ms=lease_ms, keep_ms=10_000, task_id="t", worker="w")
     claim = Claim()
     claim.phase, claim.store, claim.record = Phase.RUNNING, store, record
-    claim.identity, claim.renewed_at = identity, sent
+    claim.identity, claim.renewed_at, claim.steps = identity, sent, {}
     claim.policy = Policy(lease_ms=lease_ms, retention_ms=10_000)
     return claim
 

@@ -293,7 +293,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         names = ("live", "stale", "interrupted", "failed")
         context = {
             "title": "Outcomes of the last 24 hours",
-            "states": [(name, stats.said(name)) for name in names],  # type: ignore[arg-type]  # they are
+            "states": [(name, stats.shown(name)) for name in names],  # type: ignore[arg-type]  # they are
             "sweeps": sweeps_of(app, store, stats)[1],
             "counts": store.supports_counting,
             "charts": drawn[:CHARTS],

@@ -326,7 +326,7 @@ class _Order:
 
     def _is_retryable(self, record: Record) -> bool:
         """Did the first request fail, and not for good? Then this one tries again."""
-        return record.state.is_failure and failure_of(record, self.task).retryable
+        return record.state is State.FAILED and failure_of(record, self.task).retryable
 
     def _reserve(self, task_id: str, message: bytes | None, *, uncommitted: bool) -> Reservation:
         """Reserve the key: with its message, until that is lost; ``uncommitted``: for a short time."""
