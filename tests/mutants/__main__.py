@@ -9,10 +9,10 @@ is not in the code (``MISFIT``) or its tests could not be run (``BROKEN``).
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 from collections import Counter
+from multiprocessing.pool import ThreadPool
 
 from tests.mutants.catalogue import Mutant, mutants
 from tests.mutants.running import Baseline, Verdict, fits, installed_package, measure, try_out
@@ -38,9 +38,6 @@ def main() -> int:
             say(f"{each.group:6} {each.id:24} {each.bug}")
         return 0
     os.nice(max(_NICE - os.nice(0), 0))
-    # Forks have these at once, which costs each of them a second otherwise.
-    for name in ("pytest", "_pytest.assertion.rewrite", "celery.app.task", "kombu", "redis"):
-        __import__(name)
     say(f"{len(found)} mutants, each in a copy of {installed_package()}")
     for each in found:
         if not fits(each):
@@ -52,7 +49,7 @@ def run(found: list[Mutant], instead: tuple[str, ...], jobs: int) -> int:
     """Measure the tests without a mutant, then try each mutant; return what the process ends with."""
     tests = {each.id: instead or each.killers for each in found}
     counts: Counter[str] = Counter()
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with ThreadPool(jobs) as pool:
         baselines: dict[str, Baseline] = {}
         wanted = sorted({name for names in tests.values() for name in names})
         for baseline in pool.imap_unordered(measure, wanted):

@@ -5,30 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.mutants.catalogue import Mutant
 
 #: What pytest ends with.
 _PASSED, _FAILED = 0, 1
 #: The longest that tests may take without a mutant.
 _PATIENCE_S = 900
+_OPTIONS = (
+    *("-q", "--tb=no", "-rfE", "-o", "addopts=", "--import-mode=importlib"),
+    *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:valkey", "-p", "no:django"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,83 +136,30 @@ class _Run:
 
 
 def _pytest(directory: Path, arguments: Sequence[str], timeout_s: float) -> _Run:
-    """Run pytest on the package in a directory, in a fork of this process."""
+    """Run pytest on the package in a directory: tests/conftest.py puts the source tree last."""
     begun = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            code = _in_child(directory, arguments)
-        except BaseException:  # noqa: BLE001  this process ends here, whatever it was
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    ended_with: int | None = None
-    while time.monotonic() < begun + timeout_s:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            ended_with = os.waitstatus_to_exitcode(status)
-            break
-        time.sleep(0.05)
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    told = [line.split(" ", 1) for line in _read(directory / "told").splitlines()]
-    if ended_with is not None:
-        ended_with = next((int(code) for word, code in told if word == "ended"), ended_with)
-    return _Run(
-        code=ended_with,
-        failed=tuple(dict.fromkeys(test for word, test in told if word == "failed")),
-        passed=sum(word == "passed" for word, _ in told),
-        seconds=time.monotonic() - begun,
-        log=_read(directory / "log"),
-    )
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _in_child(directory: Path, arguments: Sequence[str]) -> int:
-    import pytest
-
-    os.setsid()
-    os.environ["PYTHONPATH"] = str(directory)
-    os.environ.pop("CI", None)
-    sys.path.insert(0, str(directory))
-    log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.chdir(ROOT)
-    for name in [name for name in sys.modules if name == "tests" or name.startswith("tests.")]:
-        del sys.modules[name]
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=")
-    rest = ("--import-mode=importlib", "-p", "no:valkey", "-p", "no:django")
-    with (directory / "told").open("w") as told:
-        code = pytest.main(
-            [*options, *rest, f"--basetemp={directory / 'tmp'}", *arguments], [_Teller(told)]
+    log = directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *_OPTIONS, f"--basetemp={directory}/tmp", *arguments],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "CI"} | {"PYTHONPATH": str(directory)},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
-    used = sys.modules.get("celery_idempotent")
-    if used is not None and Path(str(used.__file__)).parent.parent != directory:
-        raise RuntimeError(f"the tests ran on {used.__file__}, not on the copy")
-    return int(code)
-
-
-class _Teller:
-    """Writes what became of each test, a line each, where the parent process reads it."""
-
-    def __init__(self, told: IO[str]) -> None:
-        self._told = told
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed or (report.passed and report.when == "call"):
-            self._tell(f"{report.outcome} {report.nodeid}")
-
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        # What goes wrong later, such as a connection that the garbage collector closes, is no answer of a test.
-        self._tell(f"ended {int(exitstatus)}")
-
-    def _tell(self, line: str) -> None:
-        self._told.write(f"{line}\n")
-        self._told.flush()
+        code: int | None = None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = log.read_text(errors="replace")
+    passed = re.search(r"(\d+) passed", text)
+    return _Run(
+        code=code,
+        failed=tuple(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)),
+        passed=int(passed[1]) if passed else 0,
+        seconds=time.monotonic() - begun,
+        log=text,
+    )

@@ -132,7 +132,7 @@ def test_children_that_are_killed_leave_no_pool_to_those_that_are_forked_after_t
         assert len(killed) == KILLS
         paid = databases.rows(alias, "SELECT name, count(*) FROM effects GROUP BY name")
         assert dict(paid) == {name: 1 for key in keys for name in (key, f"{key} again")}
-        assert worker.log.count("interrupted (crash") >= KILLS
+        assert worker.log.count("is INTERRUPTED (crash") >= KILLS
         # One that a burial is using may be in sight for a moment.
         wait_for(lambda: _sessions(worker.pid) <= 2, PATIENCE, "the main process to have no pool")
     finally:

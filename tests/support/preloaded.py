@@ -29,58 +29,26 @@ from typing import IO, NoReturn
 
 import redis.utils
 
-_CELERY = (
-    *("celery.app.trace", "celery.bin.celery", "celery.bin.worker", "celery.canvas"),
-    *(
-        "celery.apps.worker",
-        "celery.backends.redis",
-        "celery.concurrency.prefork",
-        "celery.fixups.django",
-    ),
-    *(
-        "celery.result",
-        "celery.worker.components",
-        "celery.worker.consumer",
-        "celery.worker.strategy",
-    ),
-    *(
-        "celery.worker.control",
-        "celery.worker.state",
-        "kombu.transport.pyamqp",
-        "kombu.transport.redis",
-    ),
-    *("redis.cluster", "redis.sentinel", "email.message", "unittest.mock", "zoneinfo"),
-    *("celery.app.control", "celery.events.receiver", "celery.events.state", "celery.app.log"),
-    *("celery.worker.autoscale", "celery.worker.consumer.delayed_delivery"),
-    *("billiard.heap", "billiard.sharedctypes", "billiard.synchronize", "celery.utils.timer2"),
-    # A connection to a host by its name needs the first and the last.
-    *("encodings.idna", "importlib.readers", "kombu.matcher", "stringprep"),
-)
+_CELERY = """
+celery.app.control celery.app.log celery.app.trace celery.apps.worker celery.backends.redis celery.bin.celery
+celery.bin.worker celery.canvas celery.concurrency.prefork celery.events.receiver celery.events.state
+celery.fixups.django celery.result celery.utils.timer2 celery.worker.autoscale celery.worker.components
+celery.worker.consumer celery.worker.consumer.delayed_delivery celery.worker.control celery.worker.state
+celery.worker.strategy kombu.matcher kombu.transport.pyamqp kombu.transport.redis redis.cluster redis.sentinel
+billiard.heap billiard.sharedctypes billiard.synchronize email.message encodings.idna importlib.readers stringprep
+unittest.mock zoneinfo
+"""
 #: A tenth of a second for each worker.
-_PACKAGE = tuple(
-    f"celery_idempotent.{name}"
-    for name in (
-        *("celery.task", "celery.worker", "celery.sweep", "celery.checks"),
-        *("stores.redis.store", "stores.memory"),
-    )
-)
-_DJANGO = (
-    *(
-        "django.core.handlers.wsgi",
-        "django.core.management",
-        "django.core.management.base",
-        "django.db.models",
-    ),
-    *(
-        "django.db.backends.sqlite3.base",
-        "django.http",
-        "django.template",
-        "django.test",
-        "django.urls",
-        "django.views",
-    ),
-    *("django.contrib.messages", "django.forms", "django.utils.translation", "psycopg", "pymysql"),
-)
+_PACKAGE = """
+celery_idempotent.celery.checks celery_idempotent.celery.installation celery_idempotent.celery.sweep
+celery_idempotent.celery.task celery_idempotent.celery.worker celery_idempotent.stores.memory
+celery_idempotent.stores.redis.store
+"""
+_DJANGO = """
+django.contrib.messages django.core.handlers.wsgi django.core.management django.core.management.base
+django.db.backends.sqlite3.base django.db.models django.forms django.http django.template django.test django.urls
+django.utils.translation django.views psycopg pymysql
+"""
 
 
 class Process:
@@ -195,7 +163,8 @@ _servers: dict[bool, _Server] = {}
 
 def _server(*, django: bool) -> _Server:
     if django not in _servers:
-        _servers[django] = _Server([*_CELERY, *_PACKAGE, *(_DJANGO if django else ())])
+        modules = f"{_CELERY} {_PACKAGE} {_DJANGO if django else ''}"
+        _servers[django] = _Server(modules.split())
     return _servers[django]
 
 
@@ -219,10 +188,8 @@ def _serve(inbox: socket.socket) -> list[str]:
         _, fds, _, _ = socket.recv_fds(inbox, 16, 3)
         if not fds:  # the test process is gone, or was killed
             for pid in children:
-                for kill in (
-                    os.kill,
-                    os.killpg,
-                ):  # a child has a group of its own once it has come to setsid()
+                # A child has a group of its own once it has come to setsid().
+                for kill in (os.kill, os.killpg):
                     with contextlib.suppress(ProcessLookupError):
                         kill(pid, signal.SIGKILL)
             sys.exit()

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from dataclasses import dataclass
 
 _HOST = "127.0.0.1"
 _MAX_CONNECTIONS = 256
@@ -22,12 +22,13 @@ class Proxy:
             proxy.swallow_replies(b"idem:")  # the server executes, the client never learns
             proxy.cut()  # close what is open; new connections are fine
             proxy.refuse()  # new connections are refused
-            proxy.hold_requests(b"idem:")  # they arrive when it is healed, whatever became of the client
-        proxy.delay(0.5)  # each chunk, in either direction, arrives that much later
+            proxy.hold_requests(
+                b"idem:"
+            )  # they arrive when it is healed, whatever became of the client
+
             proxy.heal()  # all is well again
 
-    ``connections`` counts those accepted, ``swallowed`` the replies lost, ``lost`` the requests lost and ``held`` those
-    held back so far.
+    ``swallowed`` counts the replies lost, ``lost`` the requests lost and ``held`` those held back so far.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -37,9 +38,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._rules: list[_Rule] = []
         self._listener: socket.socket | None = None
-        self._delay = 0.0
         self._closed = threading.Event()
-        self.connections = 0
         self.swallowed = 0
         self.lost = 0
         self.held = 0
@@ -50,12 +49,7 @@ class Proxy:
     def __enter__(self) -> Proxy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def url(self, db: int = 0) -> str:
@@ -69,19 +63,14 @@ class Proxy:
         for link in links:
             link.close()
 
-    def refuse(self, *, cut: bool = True) -> None:
-        """Refuse new connections and, with ``cut``, close the open ones: the server is down."""
+    def refuse(self) -> None:
+        """Refuse new connections, and close the open ones: the server is down."""
         with self._lock:
             listener, self._listener = self._listener, None
         if listener is not None:
             _wake(listener)
             self._accepting.join(timeout=5)  # it closes the listener
-        if cut:
-            self.cut()
-
-    def delay(self, seconds: float) -> None:
-        """Hold back every chunk, in either direction, for that long."""
-        self._delay = seconds
+        self.cut()
 
     def swallow_replies(
         self, matching: bytes, *, times: int | None = 1, silent: bool = False
@@ -92,25 +81,24 @@ class Proxy:
         with ``silent``, stays open without a byte more, until the client's own timeout. ``times=None``: every time.
         """
         with self._lock:
-            self._rules.append(_Rule(matching, times, silent=silent, forward=True))
+            self._rules.append(_Rule(matching, times, silent=silent))
 
     def lose_requests(self, matching: bytes, *, times: int | None = 1) -> None:
         """Close the connection before a request with these bytes reaches the server."""
         with self._lock:
-            self._rules.append(_Rule(matching, times, silent=False, forward=False))
+            self._rules.append(_Rule(matching, times, forward=False))
 
     def hold_requests(self, matching: bytes, *, times: int | None = 1) -> None:
         """Forward a request with these bytes when the proxy is healed, even if its client is gone by then."""
         with self._lock:
             self._healed.clear()
-            self._rules.append(_Rule(matching, times, silent=False, forward=True, hold=True))
+            self._rules.append(_Rule(matching, times, hold=True))
 
     def heal(self) -> None:
         """Forward everything again. Connections that were closed or silenced stay as they are."""
         with self._lock:
             self._rules.clear()
         self._healed.set()
-        self._delay = 0.0
         if self._listener is None and not self._closed.is_set():
             self._listen()
 
@@ -148,7 +136,7 @@ class Proxy:
                 return
             with self._lock:
                 welcome = self._listener is listener and len(self._links) < _MAX_CONNECTIONS
-                self.connections += welcome
+
             if not welcome:
                 client.close()
                 continue
@@ -166,7 +154,6 @@ class Proxy:
     def _pump_requests(self, link: _Link) -> None:
         tail = b""
         for chunk in link.chunks(link.client):
-            self._hold_back()
             rule, tail = self._match(tail, chunk)
             if rule is not None and not rule.forward:
                 self.lost += 1
@@ -182,7 +169,6 @@ class Proxy:
 
     def _pump_replies(self, link: _Link) -> None:
         for chunk in link.chunks(link.server):
-            self._hold_back()
             rule = link.swallowing
             if rule is not None:
                 self.swallowed += not link.silenced
@@ -206,10 +192,6 @@ class Proxy:
             longest = max((len(rule.matching) for rule in self._rules), default=1)
         return None, seen[-(longest - 1) :] if longest > 1 else b""
 
-    def _hold_back(self) -> None:
-        if self._delay:
-            self._closed.wait(self._delay)
-
     def _drop(self, link: _Link) -> None:
         link.close()
         with self._lock:
@@ -221,21 +203,13 @@ class Proxy:
             link.server.close()
 
 
+@dataclass
 class _Rule:
-    def __init__(
-        self,
-        matching: bytes,
-        times: int | None,
-        *,
-        silent: bool,
-        forward: bool,
-        hold: bool = False,
-    ) -> None:
-        self.matching = matching
-        self.times = times
-        self.silent = silent
-        self.forward = forward
-        self.hold = hold
+    matching: bytes
+    times: int | None
+    silent: bool = False
+    forward: bool = True
+    hold: bool = False
 
 
 class _Link:
