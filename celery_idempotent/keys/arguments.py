@@ -1,12 +1,13 @@
-"""Binds the arguments of a call to a task's parameters, and reads from them what an option names."""
+"""Binds the arguments of a call to a task's parameters, and reads the values that an option names."""
 
 from __future__ import annotations
 
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Final
 
 from celery_idempotent.errors import InvalidOption
 
@@ -21,6 +22,10 @@ class AllArguments(enum.Enum):
 #: As ``idempotency_fingerprint``: every argument counts.
 ALL_ARGUMENTS: Final = AllArguments.ALL_ARGUMENTS
 
+#: For ``isinstance``: a dict, as almost every mapping is, or any other. To ask an abstract class first would take a
+#: hundred times as long.
+MAPPINGS: Final = (dict, Mapping)
+
 #: The arguments of one call by parameter, without the defaults: a new parameter that has one changes no fingerprint.
 Given = Mapping[str, object]
 
@@ -32,22 +37,22 @@ class Parameters:
     """
 
     def __init__(self, signature: inspect.Signature) -> None:
-        kinds: dict[object, list[str]] = {}
-        self.defaults: dict[str, object] = {}
-        for name, parameter in signature.parameters.items():
-            kinds.setdefault(parameter.kind, []).append(name)
-            if parameter.default is not parameter.empty:
-                self.defaults[name] = parameter.default
-        either = kinds.get(inspect.Parameter.POSITIONAL_OR_KEYWORD, [])
-        positional_only = kinds.get(inspect.Parameter.POSITIONAL_ONLY, [])
+        parameters, kinds = signature.parameters.values(), inspect.Parameter
+
+        def of(*wanted: object) -> tuple[str, ...]:
+            return tuple(each.name for each in parameters if each.kind in wanted)
+
         self.names = tuple(signature.parameters)
-        self.positional = (*positional_only, *either)
-        self.by_keyword = {*either, *kinds.get(inspect.Parameter.KEYWORD_ONLY, [])}
+        self.defaults = {
+            each.name: each.default for each in parameters if each.default is not each.empty
+        }
+        self.positional = of(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        self.by_keyword = {*of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
         self.required = {*self.positional, *self.by_keyword} - self.defaults.keys()
-        self.var_positional = "".join(kinds.get(inspect.Parameter.VAR_POSITIONAL, []))
-        self.var_keyword = "".join(kinds.get(inspect.Parameter.VAR_KEYWORD, []))
-        #: What a function of the arguments gets by position; it gets all others by keyword.
-        self.by_position = self.positional if self.var_positional else tuple(positional_only)
+        self.var_positional = "".join(of(kinds.VAR_POSITIONAL))
+        self.var_keyword = "".join(of(kinds.VAR_KEYWORD))
+        #: The parameters that a function of the arguments gets by position; it gets all others by keyword.
+        self.by_position = self.positional if self.var_positional else of(kinds.POSITIONAL_ONLY)
 
     def bind(
         self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None
@@ -76,52 +81,42 @@ class Parameters:
 
     def call(self, function: Callable[..., object], given: Given) -> object:
         """Call a function with what the task's body gets, by keyword wherever that is possible."""
-        named: dict[str, object] = {**self.defaults, **given}
+        named: dict[str, Any] = {**self.defaults, **given}
         args = [named.pop(name) for name in self.by_position]
-        extra = named.pop(self.var_positional, ())
-        extra_named = named.pop(self.var_keyword, {})
-        assert isinstance(extra, tuple)
-        assert isinstance(extra_named, dict)
+        extra, extra_named = named.pop(self.var_positional, ()), named.pop(self.var_keyword, {})
         return function(*args, *extra, **named, **extra_named)
-
-
-#: The name of what a function of the arguments returns.
-RESULT: Final = "(the result)"
 
 
 @dataclass(slots=True)
 class ArgumentRule:
-    """Reads a function of the arguments, or what dotted paths lead to.
+    """Reads from the arguments what a function of them returns, or the values at dotted paths.
 
     ``"event.id"`` is the argument ``event``, then its item (of a mapping) or attribute ``id``. ``single``: the option
-    is a function or one path, not a tuple of paths; ``name``: it is the name of an argument.
+    is one path, not a tuple of paths.
     """
 
     parameters: Parameters
-    function: Callable[..., object] | None
-    paths: dict[str, tuple[str, ...]]
-    single: bool
-    name: str = ""
+    function: Callable[..., object] | None = None
+    paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    single: bool = False
 
     def read(self, given: Given) -> object:
         """Return the value, or the tuple of all values; ``None`` if one is missing."""
-        if self.name in given:
-            return given[self.name]
+        if self.function is not None:
+            return self.parameters.call(self.function, given)
         values = tuple(self.values(given).values())
         if self.single:
             return values[0]
-        return None if any(value is None for value in values) else values
+        return None if NoneType in map(type, values) else values
 
     def values(self, given: Given) -> dict[str, object]:
-        """Return the value at each path, ``None`` if it leads nowhere; or what the function returns."""
-        if self.function is not None:
-            return {RESULT: self.parameters.call(self.function, given)}
+        """Return the value at each path, ``None`` if it leads nowhere."""
         found = {}
         for text, (name, *steps) in self.paths.items():
             value = given[name] if name in given else self.parameters.defaults.get(name)
             for step in steps:
                 value = (
-                    value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+                    value.get(step) if isinstance(value, MAPPINGS) else getattr(value, step, None)
                 )
             found[text] = value
         return found
@@ -138,29 +133,29 @@ def compile_rule(
     """
     if option is None or isinstance(option, AllArguments):
         return option
+    where = f"{what} of task {task}"
     names = (option,) if isinstance(option, str) else option
     if isinstance(names, (tuple, list)) and names and all(isinstance(n, str) for n in names):
-        paths = {text: _steps(text, parameters, f"{what} of task {task}") for text in names}
-        name = option if option in parameters.names else ""
-        return ArgumentRule(parameters, None, paths, single=names is not option, name=name)
+        paths = {text: _steps(text, parameters, where) for text in names}
+        return ArgumentRule(parameters, paths=paths, single=names is not option)
     if callable(option):
-        _check_call(option, parameters, f"{what} of task {task}")
-        return ArgumentRule(parameters, option, {}, single=True)
+        _check_call(option, parameters, where)
+        return ArgumentRule(parameters, option)
     raise InvalidOption(
-        f"{what} of task {task} is the name of an argument, a tuple of names, a function of the "
+        f"{where} is the name of an argument, a tuple of names, a function of the "
         f"arguments, ALL_ARGUMENTS or None, not {type_name(option)}."
     )
 
 
-def _steps(text: str, parameters: Parameters, option: str) -> tuple[str, ...]:
+def _steps(text: str, parameters: Parameters, where: str) -> tuple[str, ...]:
     steps = tuple(text.split("."))
     if "" not in steps and (steps[0] in parameters.names or parameters.var_keyword):
         return steps if steps[0] in parameters.names else (parameters.var_keyword, *steps)
     names = ", ".join(parameters.names) or "none"
-    raise InvalidOption(f"{option}: the task has no argument {text!r}. It has: {names}.")
+    raise InvalidOption(f"{where}: the task has no argument {text!r}. It has: {names}.")
 
 
-def _check_call(function: Callable[..., object], parameters: Parameters, option: str) -> None:
+def _check_call(function: Callable[..., object], parameters: Parameters, where: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have no signature
@@ -169,7 +164,7 @@ def _check_call(function: Callable[..., object], parameters: Parameters, option:
         parameters.call(signature.bind, dict.fromkeys(parameters.required))
     except TypeError as error:
         raise InvalidOption(
-            f"{option}: the function gets every argument of the task ({', '.join(parameters.names)}), but: {error}. "
+            f"{where}: the function gets every argument of the task ({', '.join(parameters.names)}), but: {error}. "
             "Add **_ for the arguments that it does not need."
         ) from None
 

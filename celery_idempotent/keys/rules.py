@@ -1,8 +1,7 @@
 """From a call to its identity: its key, its scope and the fingerprint of its arguments.
 
-A key has one canonical text: two keys that differ never share it, and it is the same on both sides
-of the broker, whatever the serializer does to arguments on their way. How the text begins says
-where the key comes from:
+A key has one canonical text: two keys that differ never share it, and it is the same on both sides of the broker,
+whatever the serializer does to arguments on their way. The beginning of the text shows where the key comes from:
 
 =================  ===============================================================================
 ``order-17``       a str as it is, unless it could be mistaken for one of the forms below
@@ -18,31 +17,29 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from json.encoder import encode_basestring
 from typing import Any, TypeAlias
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.keys.arguments import (
     ALL_ARGUMENTS,
-    RESULT,
     AllArguments,
     Given,
     Parameters,
     compile_rule,
     type_name,
 )
-from celery_idempotent.keys.fingerprints import NoFormError, fingerprint_of, form, optional_form
+from celery_idempotent.keys.fingerprints import NoFormError, fingerprint_of, form, quote
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
-_BEGINS: dict[type, str] = {dict: "{", list: "[", tuple: "[", str: '"'}
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class _RefusedError(Exception):
@@ -59,15 +56,12 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
             never the value.
     """
     try:
-        plain = _json_form(value)
-        if plain in ("", []):
+        text = _text(value)
+        if text in ("", "[]"):
             raise _RefusedError("is empty")
-        bare = not _MISTAKABLE.match(plain) if isinstance(plain, str) else isinstance(plain, int)
-        text = str(plain) if bare else _compact(plain)
         if len(text) > MAX_CHARS:
-            raise _RefusedError(
-                f"has {len(text)} characters{'' if bare else ' as JSON'}, and {MAX_CHARS} are allowed"
-            )
+            form = " as JSON" if text[0] in '["' else ""
+            raise _RefusedError(f"has {len(text)} characters{form}, and {MAX_CHARS} are allowed")
     except _RefusedError as refused:
         raise InvalidKey(f"The idempotency {what} of task {task} {refused}.") from None
     except RecursionError:
@@ -75,20 +69,21 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
     return text
 
 
-def _json_form(value: object) -> str | int | list[object]:
-    """Return what JSON makes of a raw key."""
+def _text(value: object, *, nested: bool = False) -> str:
+    """Return the text of a raw key; a nested value is written as JSON."""
+    if isinstance(value, uuid.UUID):
+        value = str(value)
     if isinstance(value, str):
         if not value.isprintable():
             raise _RefusedError("has characters that do not print")
-        return str.__str__(value)
+        plain = str.__str__(value)
+        return encode_basestring(plain) if nested or _MISTAKABLE.match(plain) else plain
     if isinstance(value, int) and not isinstance(value, bool):
         if value.bit_length() > 4 * MAX_CHARS:  # CPython writes no int of more than 4,300 digits
             raise _RefusedError(f"has more than {MAX_CHARS} digits")
-        return int.__index__(value)
-    if isinstance(value, uuid.UUID):
-        return str(value)
+        return int.__repr__(value)
     if isinstance(value, (tuple, list)):
-        return [_json_form(part) for part in value]
+        return f"[{','.join([_text(part, nested=True) for part in value])}]"
     raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
 
 
@@ -143,7 +138,10 @@ class Identifier:
         self._scope = scope_rule
         self._key = compiled(key, what="idempotency_key")
         self._fingerprint = compiled(fingerprint, what="idempotency_fingerprint")
-        self._default_forms = {n: optional_form(d) for n, d in parameters.defaults.items()}
+        self._default_forms: dict[str, str] = {}
+        for name, default in parameters.defaults.items():
+            with suppress(NoFormError):
+                self._default_forms[name] = form(default)
 
     def identity(self, key: object, scope: object = None) -> Identity:
         """Return the identity of a raw key and scope; raises as :func:`canonical`."""
@@ -175,8 +173,8 @@ class Identifier:
                 scope = self._scope.read(given)
             if key is None and rule is not None:
                 if isinstance(rule, AllArguments):
-                    every = self._digest(self._without_defaults(given), "idempotency_key").hex()
-                    return Identified(self._identity(f"*{every}", scope))
+                    digest = self._digest(given, "idempotency_key").hex()
+                    return Identified(self._identity(f"*{digest}", scope))
                 key = rule.read(given)
                 if key is None and rule.function is None:
                     names = [text for text, value in rule.values(given).items() if value is None]
@@ -206,35 +204,32 @@ class Identifier:
         if given is None:  # never equal to the fingerprint of a call that fits the signature
             counted = {"*args, **kwargs": [[*(args or ())], kwargs]}
         elif isinstance(rule, AllArguments):
-            counted = self._without_defaults(given)
-        else:
+            counted = given
+        elif rule.function is None:
             counted = rule.values(given)
-            if rule.function is not None and counted[RESULT] is None:
+        else:
+            counted = {"(the result)": rule.read(given)}
+            if counted["(the result)"] is None:
                 return None
         return self._digest(counted, "idempotency_fingerprint")
 
-    def _without_defaults(self, given: Given) -> Given:
-        """Return the arguments that differ from their defaults: a deploy may add a parameter with a default."""
-        if given.keys().isdisjoint(self._default_forms):
-            return given
-        return {name: value for name, value in given.items() if not self._is_default(name, value)}
-
-    def _is_default(self, name: str, value: object) -> bool:
-        if name not in self._default_forms:
-            return False
-        if value is self._parameters.defaults[name]:
-            return True
-        known = self._default_forms[name]
-        # By its first character, because the form of a large value takes its time.
-        may_be = known is not None and known.startswith(_BEGINS.get(type(value), ""))
-        return may_be and known == optional_form(value)
-
     def _digest(self, counted: Mapping[str, object], what: str) -> bytes:
-        try:
-            return fingerprint_of(form(counted))
-        except NoFormError as refused:
-            problem = str(refused)
-        name = next(name for name in sorted(counted) if optional_form([counted[name]]) is None)
+        """Return the digest of those that differ from their defaults: a deploy may add a parameter with a default."""
+        defaults, parts = self._parameters.defaults, []
+        for name in sorted(counted):
+            value = counted[name]
+            if name in defaults and value is defaults[name]:
+                continue
+            try:
+                text = form(value)
+            except NoFormError as refused:
+                problem = str(refused)
+                break
+            if text != self._default_forms.get(name):
+                parts.append(f"{quote(name)}:{text}")
+        else:
+            return fingerprint_of(f"{{{','.join(parts)}}}")
+        # Outside of the handler: the error of a model that cannot be dumped would show its values.
         raise InvalidKey(
             f"{what} of task {self.task_name} cannot include argument {name}: {problem}. "
             f"Set {what} to the names of the arguments that count, or to a function of them"

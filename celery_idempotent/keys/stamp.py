@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, TypeGuard
 
 from celery_idempotent.errors import InvalidKey
+from celery_idempotent.keys.arguments import MAPPINGS
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
@@ -37,10 +38,6 @@ RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_F
 
 #: The longest canonical key, scope or namespace, in characters.
 MAX_CHARS: Final = 255
-
-#: For ``isinstance``: a dict, as almost every mapping is, or any other. To ask an abstract class first would take a
-#: hundred times as long.
-MAPPINGS: Final = (dict, Mapping)
 
 _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
