@@ -65,19 +65,24 @@ class Definition:
     call_behind: Callable[..., object] | None
     fuses: bool
 
-    def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
-        """Return what a call is about, or raise ``InvalidKey``."""
-        try:
-            return self.identifier.identify(args, kwargs, task_id=task_id, **about)
-        except InvalidKey as error:
-            return self.observed(error, task_id)
+    def identify(
+        self, args: Any, kwargs: Any, *, task_id: str, header: object = None, **about: Any
+    ) -> Identified:
+        """Return the identity of a call, by the stamp in its ``header`` if it has one.
 
-    def observed(self, refused: InvalidKey, task_id: str) -> Identified:
-        """Raise the error; where that is only observed, return what a call without a key is about."""
-        if self.policy.mode != "observe":
-            raise refused
-        logger.warning("idempotency: observed: a call would have been refused: %s", refused)
-        return self.identifier.by_task_id(task_id)
+        Raises:
+            InvalidKey: for a malformed stamp, or a key or scope that cannot be used. A task that is only observed is
+                identified by its task id instead.
+        """
+        try:
+            stamped = Identified.from_header(header, self.identifier.namespace)
+            return stamped or self.identifier.identify(args, kwargs, task_id=task_id, **about)
+        except InvalidKey as error:
+            if self.policy.mode != "observe":
+                raise
+            line = "idempotency: observed: a call would have been refused: %s"
+            logger.warning(line, error)
+            return self.identifier.by_task_id(task_id)
 
 
 class DefinedTask(TaskBase):

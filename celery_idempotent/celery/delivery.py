@@ -5,12 +5,6 @@
     request ─ identify ─▶ Delivery ─ execute ─┬─▶ body ─ settle (and result) ─ the value is returned: SUCCESS
                                               ├─▶ replay: the stored value is returned, or the stored error raised
                                               └─▶ conflict, store failure: republished, dropped or failed
-
-Who sends the callbacks of a message depends on which message settled the record::
-
-    this very message, and they are sent        answer; Celery finds no callbacks
-    this very message, and it died before       answer, send its callbacks, mark the record as delivered
-    another message with the same key           answer, send its own callbacks: it is in a chain or chord of its own
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from celery.backends.base import DisabledBackend
@@ -32,12 +26,7 @@ from celery.utils import uuid
 
 from celery_idempotent.celery import callbacks, fused, republish
 from celery_idempotent.celery.definition import Definition
-from celery_idempotent.errors import (
-    InvalidKey,
-    InvalidOption,
-    ResultUnavailable,
-    StoreMisconfigured,
-)
+from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.events import worker_name
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping
@@ -66,22 +55,15 @@ pool_time_limits: weakref.WeakKeyDictionary[Celery, float | None] = weakref.Weak
 #: is ended this close to its limit, in seconds or as a share of it, has met the limit.
 _MARGIN_S, _MARGIN = 0.5, 0.1
 
-#: Words of a stamp that a publisher set in headers of its own.
+#: Words of a stamp that a publisher set in its own headers.
 _OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
-
-#: How records name this process, once it has had a delivery.
-_worker: list[str] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_worker.clear)
 
 
 class Delivery(Run):
-    """One delivery of a message, or one eager call.
-
-    ``reached_run``: all bases are passed, what follows are calls by the body.
-    """
+    """One delivery of a message, or one eager call."""
 
     control = (Ignore, Reject, Retry)
+    #: All bases are passed: further calls are the body's.
     reached_run = False
     ended_as: State | None = None
     mark_token: int | None = None
@@ -94,7 +76,7 @@ class Delivery(Run):
         self.task, self.definition, self.request = task, definition, request
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
-        self.worker = _worker[0] if _worker else _first_delivery()
+        self.worker = _prepare_process(os.getpid())
         self.task_id = str(request.id or _id_of_direct_call(task, request))
         identified = self._identify(args, kwargs)
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
@@ -105,15 +87,11 @@ class Delivery(Run):
         if request.is_eager:
             self.open_transactions = task.transactions_around  # type: ignore[attr-defined]
         elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
-            # Where a task is only observed, its second message would be a second run.
+            # If it is only observed, a second message would be a second run.
             self.message = self._as_message()
 
     def _identify(self, args: Args, kwargs: Kwargs) -> Identified:
-        """Return what this delivery is about; almost all messages are answered without a look at the arguments.
-
-        Raises:
-            InvalidKey: if its stamp is malformed, or its key cannot be used.
-        """
+        """Return the identity of this delivery, or raise ``InvalidKey``; the arguments are rarely looked at."""
         definition, request, task_id = self.definition, self.request, self.task_id
         headers = request.headers or {}
         is_plain = headers.__class__ is dict and stamp.RAW.keys().isdisjoint(headers)
@@ -145,8 +123,7 @@ class Delivery(Run):
         return identified
 
     def _as_message(self) -> bytes | None:
-        """Return this message as a sweep would publish it again."""
-        # As for a redelivery, its expiry no longer applies: the operation has begun in time.
+        """Return this message as a sweep would publish it again: without its expiry, the operation has begun."""
         again = republish.as_published(self.task, self.request, expires=None)
         return self.definition.codec.dump_message(again)
 
@@ -156,11 +133,11 @@ class Delivery(Run):
         """Return the app's store."""
         try:
             return get_store(self.task.app)
-        except InvalidOption as error:  # the message of a run comes back until there is a store
+        except InvalidOption as error:  # the message comes back until there is a store
             raise StoreMisconfigured(str(error)) from error
 
     def write_end(self, end: SettleRequest) -> bool:
-        """Write the end state; and the task's result with it, where that can be."""
+        """Write the end state, and the task's result with it if possible."""
         result = None
         if self.definition.fuses and end.state is State.COMPLETED:
             result = fused.write_of(self.task, self.request, self.store, end.value)
@@ -168,16 +145,16 @@ class Delivery(Run):
             return self.store.settle(end)
         written = self.store.settle_with_result(end, result)
         if written is SettledWith.RESULT:
-            self.request.ignore_result = True  # it is stored: Celery's tracer leaves it alone
+            self.request.ignore_result = True  # Celery's tracer leaves it alone
         return written is not SettledWith.LOST
 
     def settled(self, state: EndState) -> None:
-        """Have the record marked once Celery has sent the callbacks of this message."""
+        """Have the record marked once Celery has sent the callbacks."""
         if self.policy.mode == "enforce":
             callbacks.expect_callbacks(self, state, self.record.token)
 
     def is_over_time(self) -> bool:
-        """Does the hard time limit of this delivery end the process? It comes as SIGTERM, a moment before SIGKILL."""
+        """Does the hard time limit end the process? It comes as SIGTERM, a moment before SIGKILL."""
         task = self.task
         limit = (self.request.timelimit or (None,))[0] or task.time_limit
         limit = limit or pool_time_limits.get(task.app)
@@ -186,10 +163,9 @@ class Delivery(Run):
         return time.monotonic() - self.started_at >= limit - max(_MARGIN_S, _MARGIN * limit)
 
     def longest_wait_ms(self) -> int | None:
-        """Return how long this delivery may hold its worker while another runs; ``None``: as its policy wants.
+        """Return how long this delivery may wait in its worker while another runs; ``None``: as its policy wants.
 
-        Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them
-        wait.
+        After the visibility timeout the broker would deliver it again, to wait in one process after the other.
         """
         if self.request.is_eager:
             return 0
@@ -201,8 +177,8 @@ class Delivery(Run):
     def replay(self, record: Record, age_ms: int) -> object:
         """Answer from the record: return its value or raise its exception.
 
-        A redelivery of the very message that settled it sends the callbacks that the first delivery did not; any other
-        duplicate is a link of its own chain, a member of its own chord.
+        Celery then sends the callbacks of this message, unless it settled the record itself and they were sent. Another
+        message with the same key is a step of another chain, or a member of another chord.
         """
         request, own = self.request, record.task_id == self.request.id
         if own and record.delivered:
@@ -232,7 +208,7 @@ class Delivery(Run):
         return self.request.ignore_result or isinstance(self.task.backend, DisabledBackend)
 
     def _expect_replayed(self, record: Record, age_ms: int) -> None:
-        """Have the record marked when Celery has sent the callbacks of this message."""
+        """Have the record marked when Celery has sent the callbacks of a duplicate."""
         request = self.request
         if not callbacks.brings_callbacks(request):
             return
@@ -244,7 +220,7 @@ class Delivery(Run):
         callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
 
     def _from_backend(self, record: Record, age_ms: int) -> object:
-        """Look for a result that is not in the record where its task left it."""
+        """Return the result that the first task left in the result backend."""
         task, policy = self.task, self.policy
         state, value = "", None
         if not isinstance(task.backend, DisabledBackend):
@@ -254,7 +230,7 @@ class Delivery(Run):
             return value
         if state == "FAILURE" and isinstance(value, Exception):
             raise value
-        # A replacement may take its time; but once the record is gone, the duplicate would run.
+        # A replacement may take long; but once the record is gone, the duplicate would run.
         wait_ms = policy.settled_keep_ms // 2 if record.replaced else policy.lease_ms
         if state and age_ms < wait_ms and record.task_id != self.request.id:
             republish.conflict(self, record, policy.lease_ms)
@@ -272,10 +248,7 @@ def deliver(
     args: Args,
     kwargs: Kwargs,
 ) -> object:
-    """Run a delivery by the protocol; the body is ``run``, or what other bases put around it.
-
-    ``call_next``: a base before ours on the way to ``run``.
-    """
+    """Run a delivery by the protocol; ``call_next``: the ``__call__`` of a base before ours on the way to ``run``."""
     run = Delivery(task, definition, request, args, kwargs)
     vars(request)[RUN] = run
     callbacks.settled_run.set(None)
@@ -283,7 +256,7 @@ def deliver(
         call_next = next_after_ours(run)
     body: Callable[[], object] = partial(call_next, *args, **kwargs)
     if definition.policy.atomic:
-        # It may run again, and its message be published again: with the arguments as they were.
+        # It may run again, or its message be published again: with the arguments as they were.
         body = partial(_call_with_copies, call_next, args, kwargs)
     while True:
         try:
@@ -295,15 +268,14 @@ def deliver(
 def delivery_of(request: object) -> Delivery | None:
     """Return the delivery that a call belongs to, ``None`` if it is a new one.
 
-    Some pools (celery-aio-pool) keep one request object for all deliveries of a task: a mark counts only in the context
-    of its body.
+    Pools such as celery-aio-pool have one request object for all deliveries: a mark counts only within its body.
     """
     run: Delivery | None = vars(request).get(RUN)
     return run if run is not None and run is current_run.get() else None
 
 
 def next_after_ours(run: Delivery) -> Callable[..., object]:
-    """Return what is behind our class: ``run``, or another base on the way to it."""
+    """Return ``run``, or the ``__call__`` of another base on the way to it."""
     run.reached_run = True
     if run.definition.call_behind is not None:
         return partial(run.definition.call_behind, run.task)
@@ -315,8 +287,9 @@ def next_after_ours(run: Delivery) -> Callable[..., object]:
 # -- to begin ----------------------------------------------------------------------------------------------------------
 
 
-def _first_delivery() -> str:
-    """Prepare this process: its name, and in a pool child the shield.
+@cache
+def _prepare_process(pid: int) -> str:
+    """Install the shield if this is a pool child, and return how records name this process.
 
     Not at ``worker_process_init``: billiard sets the child's signal handlers after that.
     """
@@ -325,8 +298,7 @@ def _first_delivery() -> str:
         handler = signal.getsignal(signal.SIGUSR1)
         if getattr(handler, "__module__", "") == "billiard.pool":
             shield.install(signal.SIGUSR1, signal.SIGTERM)
-    _worker.append(worker_name(os.getpid()))
-    return _worker[0]
+    return worker_name(pid)
 
 
 def identify_delivery(
@@ -339,24 +311,18 @@ def identify_delivery(
     nesting: int = 0,
     eager: bool = False,
 ) -> Identified:
-    """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
+    """Return the identity of a message: from its stamp, else from its publisher's headers or its arguments.
 
-    An ``eager`` call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
+    An ``eager`` call without a key gets a random one: Celery gives all steps of an eager chain one task id.
 
     Raises:
         InvalidKey: if the stamp is malformed, or the key cannot be used.
     """
-    try:
-        header = stamp.stamp_of(headers, task_id)
-        stamped = Identified.from_header(header, definition.identifier.namespace)
-    except InvalidKey as error:
-        return definition.observed(error, task_id)
-    if stamped is not None:
-        return stamped
     info = stamp.read_stamp(headers, task_id)
     return definition.identify(
         args,
         kwargs,
+        header=stamp.stamp_of(headers, task_id),
         task_id=uuid() if eager else stamp.message_id(info, task_id),
         nesting=nesting,
         key=info.get(stamp.RAW_KEY),
@@ -365,9 +331,9 @@ def identify_delivery(
 
 
 def _id_of_direct_call(task: DefinedTask, request: Any) -> str:
-    """Return an id for a call as a function, which has none: the same for as long as the call lasts."""
+    """Return an id for a call as a function: the same one for as long as the call lasts."""
     if request is not task.request_stack.top:
-        return uuid()  # of run() itself, whose calls share one request
+        return uuid()  # calls of run() itself share one request
     made: str = vars(request).setdefault("idempotency_call", uuid())
     return made
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class How(TypedDict, total=False):
-    """What every operation takes: why, who does it, and whether a live owner loses the key."""
+    """Options of all operations; ``force``: a live owner loses the key."""
 
     reason: str
     who: str
@@ -72,14 +72,7 @@ class IdempotentTask(DefinedTask):
     # -- definition ----------------------------------------------------------------------------------------------------
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Have the claim made before the ``__call__`` of any other base, whatever their order.
-
-        ::
-
-            class Contextual(Task):  __call__: with flask_app.app_context(): return self.run(…)
-
-            (IdempotentTask, Contextual)    claim ─ Contextual ─ run       as the classes say
-            (Contextual, IdempotentTask)    claim ─ Contextual ─ run       by this
+        """Put the claim before the ``__call__`` of any other base, whatever their order.
 
         A transaction that a base opens around the run thus ends before the record says COMPLETED.
         """
@@ -114,11 +107,7 @@ class IdempotentTask(DefinedTask):
         return bound
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; options are read when the task is defined.
-
-        Raises:
-            InvalidOption: for an option.
-        """
+        """Set an attribute; raise ``InvalidOption`` for an option, which would have no effect any more."""
         if name.startswith(PREFIX):
             raise InvalidOption(f"{name} of task {self.name} is read when the task is defined.")
         super().__setattr__(name, value)
@@ -158,12 +147,12 @@ class IdempotentTask(DefinedTask):
         return send(args, kwargs, **options)
 
     def send_deferred(self, call: publishing.DeferredCall) -> Result:
-        """Send a call that an outbox deferred: this went through every ``apply_async`` above when it was made."""
+        """Send a call that an outbox deferred; it passed the ``apply_async`` of subclasses when it was made."""
         definition = self.idempotency_definition()
         return publishing.send_deferred(self, definition, super().apply_async, call)
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
-        """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope`` too."""
+        """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope``, too."""
         definition = self.idempotency_definition()
         if definition is not None:
             publishing.stamp_call(definition, args, kwargs, options, eager=True)
@@ -184,7 +173,7 @@ class IdempotentTask(DefinedTask):
 
     @property
     def backend(self) -> Any:
-        """The result backend, as with any task; between the settle and the end of the delivery, a view of it."""
+        """The result backend; between the settle and the end of the delivery, a view of it."""
         backend, run = super().backend, callbacks.settled_run.get()
         return backend if run is None else callbacks.BackendAfterSettle(backend, run)
 
@@ -200,17 +189,12 @@ class IdempotentTask(DefinedTask):
     def replace(self, sig: Sig) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*.
 
-        ::
-
-            run ─ self.replace(sig): publish sig ─┬─ settle: COMPLETED, replaced ─ ack
-                                                  └─ ✗ redelivered: run again, replaced again under the same task id
-
-        A process that dies in between repeats the body; its replacement has the same id twice, and as an IdempotentTask
-        takes effect once. A replacement with this task's own key must find that free: the key is given back before, and
-        nothing is recorded.
+        A process that dies in between repeats the body, and publishes the replacement again under the same task id: an
+        IdempotentTask takes effect once. A replacement with this task's own key must find that free: the key is
+        released before, and nothing is recorded.
 
         Raises:
-            IdempotencyError: in an atomic task, whose replacement cannot be published before its transaction commits.
+            IdempotencyError: in an atomic task, for a replacement with its own key.
         """
         run, definition = run_in_progress(), self.idempotency_definition()
         unstamp(sig, self.request.id)
@@ -220,10 +204,10 @@ class IdempotentTask(DefinedTask):
         if any(_has_identity(part, definition, run.identity) for part in parts):
             if run.transaction is not None:
                 raise IdempotencyError(
-                    f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
-                    "before its transaction is committed: give the replacement a key of its own."
+                    f"{self.name} is atomic, and its key is not free before its transaction commits: give the "
+                    "replacement another key."
                 )
-            # When a task of a canvas is sent is not known: no deadline, or it would count as lost before.
+            # A task of a canvas may be sent at any time: with a deadline it would be taken for lost.
             lost_ms = publishing.lost_after_ms(sig.options) if parts == [sig] else None
             release(run, requeue_ms=lost_ms)
         try:
@@ -235,7 +219,7 @@ class IdempotentTask(DefinedTask):
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Retry, as Celery does; the key is released before the retry is published."""
         outcome = super().retry(*args, **kwargs)
-        # Only throw=False comes here. An eager retry is not published but run when this run is over.
+        # Only throw=False comes here. An eager retry runs once this run is over.
         run = run_in_progress()
         if run is not None and self.request.is_eager:
             if run.transaction is None:
@@ -250,8 +234,8 @@ class IdempotentTask(DefinedTask):
     def idempotency(self) -> Claim:
         """The claim of the run in progress: ``self.idempotency.key``, ``.token``, ``.step()`` in a bound task.
 
-        Where a task runs without one (called as a function, or with protection switched off) this is a claim that holds
-        nothing: it knows the key, its token is 0, its steps just run.
+        A task that is called as a function, or switched off, gets a claim that holds nothing: it knows the key, its
+        token is 0, its steps just run.
         """
         claim = current_claim()
         if claim is not None:
@@ -269,12 +253,11 @@ class IdempotentTask(DefinedTask):
     def idempotency_forget(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
         """Delete the record of a key of this task: the next call with it runs again.
 
-        This and the other operations return ``False`` where there was nothing to do. Log, signal and record say who did
-        it (this process, if no one is named) and the reason. A live owner loses the key by ``force=True``, with a
-        reason, alone.
+        All operations return ``False`` where there was nothing to do. Log, signal and record name who did it (default:
+        this process) and the reason. A live owner loses the key only with ``force=True`` and a reason.
 
         Raises:
-            InProgress: if an owner within its lease holds the key, and this is not forced.
+            InProgress: if a live owner holds the key, and this is not forced.
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
@@ -293,10 +276,10 @@ class IdempotentTask(DefinedTask):
     ) -> bool:
         """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``.
 
-        Use this if the task took effect and its result was not recorded: ``value`` is what it would have returned.
+        Use this if the task took effect and its result was not recorded.
 
         Raises:
-            ValueError: if the value cannot be written as the task writes its results, or is too large.
+            ValueError: if the task's serializer cannot write the value, or it is too large.
         """
         stored = self._ours().codec.dump_given(value)
         return self._operate(OperationRequest("complete", value=stored, **how), key, scope)
@@ -326,7 +309,7 @@ def _has_identity(sig: AnySignature, definition: Definition, identity: Identity)
 
 
 def _claiming_first(found: Any) -> Any:
-    """Return a ``__call__`` that claims the key before it calls ``found``, the ``__call__`` of a base before ours."""
+    """Return a ``__call__`` that claims the key and then calls ``found``, the ``__call__`` of another base."""
 
     def __call__(self: IdempotentTask, *args: object, **kwargs: object) -> Any:  # noqa: N807
         call_next, request = found.__get__(self, type(self)), self.request
