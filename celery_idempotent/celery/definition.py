@@ -38,21 +38,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Functions that return before their body has run.
-_UNFINISHED: tuple[tuple[Callable[[object], bool], str], ...] = (
-    (inspect.iscoroutinefunction, "coroutine"),
-    (inspect.isgeneratorfunction, "generator"),
-    (inspect.isasyncgenfunction, "generator"),
-)
+#: Tests for functions that return before their body has run.
+_UNFINISHED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
     """One task of one app.
 
-    ``keyed``, ``scoped``: the task has a rule for its key, for its scope. ``call_behind``: the
-    ``__call__`` of a base class after ours, which is the way to ``run``. ``fuses``: its settle may
-    store the result, for it has no result backend of its own.
+    ``keyed``, ``scoped``: the task has a rule for its key, for its scope. ``call_behind``: the ``__call__`` of a base
+    after ours, on the way to ``run``. ``fuses``: its settle may store the result.
     """
 
     name: str
@@ -71,7 +66,7 @@ class Definition:
         """Return the identity of a call, by the stamp in its ``header`` if it has one.
 
         Raises:
-            InvalidKey: for a malformed stamp, or a key or scope that cannot be used. A task that is only observed is
+            InvalidKey: for a malformed stamp, or a key or scope that cannot be used. In observe mode the call is
                 identified by its task id instead.
         """
         try:
@@ -80,8 +75,7 @@ class Definition:
         except InvalidKey as error:
             if self.policy.mode != "observe":
                 raise
-            line = "idempotency: observed: a call would have been refused: %s"
-            logger.warning(line, error)
+            logger.warning("idempotency: observed: a call would have been refused: %s", error)
             return self.identifier.by_task_id(task_id)
 
 
@@ -90,22 +84,22 @@ class DefinedTask(TaskBase):
 
     abstract = True
 
-    #: The definition, ``None`` if the task is switched off; and the same of every task but Celery's own, which is set
-    #: last in ``bind()``: Celery lets other threads see a task that is half bound.
+    #: The definition, ``None`` if the task is switched off.
     _active: Definition | None = None
+    #: The definition, also if the task is switched off; ``None`` for Celery's own tasks. ``bind()`` sets it last.
     _definition: Definition | None = None
 
     def idempotency_definition(self) -> Definition | None:
-        """Return the definition of a task that is not left alone, nor switched off.
+        """Return the definition; ``None`` if the task is Celery's own or switched off.
 
-        A task that another thread is still binding is bound here, too: then nothing is published unstamped.
+        Celery shows other threads a task that is half bound: it is bound here, too, or it would be published unstamped.
         """
         if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
         return self._active
 
-    def _ours(self) -> Definition:
-        """Return the definition of a task that is not left alone; it may be switched off."""
+    def _defined(self) -> Definition:
+        """Return the definition, also if the task is switched off; raise an error for Celery's own tasks."""
         self.idempotency_definition()
         if self._definition is None:
             raise IdempotencyError(f"{self.name} is Celery's own task and runs as Celery runs it.")
@@ -113,12 +107,12 @@ class DefinedTask(TaskBase):
 
     @property
     def idempotency_policy(self) -> Policy:
-        """The checked options of this task; an ``IdempotencyError`` is raised for one of Celery's own."""
-        return self._ours().policy
+        """The checked options of this task; Celery's own tasks raise ``IdempotencyError``."""
+        return self._defined().policy
 
 
 def is_celerys_own(task: AnyTask | type[AnyTask]) -> bool:
-    """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
+    """Is this a task that Celery brings along, or the sweep? They run without protection."""
     return str(task.name).startswith(("celery.", "celery_idempotent."))
 
 
@@ -126,7 +120,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     """Return the definition of ``task``; ``base``: the class whose ``__call__`` and ``backend`` this serves.
 
     Raises:
-        InvalidOption: for an unknown or bad option, or a body that would be settled before it runs.
+        InvalidOption: for an unknown or bad option, or a coroutine or generator function that no base runs.
     """
     name = str(task.name)
     refuse_unknown_settings(own_settings(app))
@@ -155,13 +149,13 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     """Refuse a body that returns before it has run, unless a base runs it."""
     run = inspect.getattr_static(task, "run")
     body = getattr(run, "__func__", run)
-    kind = next((kind for test, kind in _UNFINISHED if test(body)), None)
     bases = (each for each in task.__mro__ if each not in (base, Task))
-    if kind is None or any("__call__" in vars(each) for each in bases):
+    is_unfinished = any(test(body) for test in _UNFINISHED)
+    if not is_unfinished or any("__call__" in vars(each) for each in bases):
         return
     refused = InvalidOption(
-        f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
-        "would say COMPLETED before anything is done. Run it within the task (asyncio.run(…)), give the task a base "
+        f"Task {task.name} is a coroutine or generator function: Celery would store what it returns before its body "
+        "has run, and its record would be COMPLETED. Run it within the task (asyncio.run(…)), give the task a base "
         'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
     )
     if not observed:
@@ -173,10 +167,10 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
 
 
 def validation_of(task: type[AnyTask]) -> Validate | None:
-    """Return what validates the models among the arguments of a task, ``None`` if Celery validates nothing for it."""
+    """Return a function that validates the models among a task's arguments; ``None`` if Celery validates none."""
     run = inspect.getattr_static(task, "run")
     run = getattr(run, "__func__", run)
-    # The only function of this module that a task runs as is the wrapper that validates.
+    # Celery's wrapper that validates is the only run() from this module.
     if getattr(run, "__globals__", None) is not vars(celery.app.base):
         return None
     body = inspect.unwrap(run)
@@ -187,14 +181,10 @@ def validation_of(task: type[AnyTask]) -> Validate | None:
     models = {name: model for name, hint in hints.items() if (model := _model_of(hint))}
 
     def validate(given: Mapping[str, object]) -> Mapping[str, object]:
+        named = {n: given[n] for n in models if given.get(n) is not None}
         try:
-            return {
-                name: models[name].model_validate(value)
-                if name in models and value is not None
-                else value
-                for name, value in given.items()
-            }
-        except Exception:  # noqa: BLE001  a validator of the model's own may raise anything
+            return {**given, **{n: models[n].model_validate(each) for n, each in named.items()}}
+        except Exception:  # noqa: BLE001  validators are the user's code
             return given  # the task will raise it
 
     return validate if models else None
@@ -215,7 +205,7 @@ loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 
 def definitions(app: Celery, *, load: bool = False) -> list[Definition]:
-    """Return those of the app's idempotent tasks, also of those that are switched off; ``load``: import all before."""
+    """Return those of the app's tasks, also of tasks that are switched off; ``load``: import all tasks before."""
     if load:
         load_tasks(app)
     found = [getattr(task, "_definition", None) for task in list(app.tasks.values())]
@@ -223,21 +213,21 @@ def definitions(app: Celery, *, load: bool = False) -> list[Definition]:
 
 
 def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definition | None:
-    """Return the definition of the task that the records of a namespace belong to, also if it is switched off.
+    """Return the definition of the task with this namespace; ``None``: it is a view's, or another app's.
 
-    ``None``: they are a view's, or another app's. ``load``: import the app's tasks if this process knows none with it.
+    ``load``: import the app's tasks if this process knows none with it.
     """
     for each in definitions(app):
         if each.identifier.namespace == namespace:
             return each
-    if not load:
-        return None
-    load_tasks(app)
-    return definition_of(app, namespace)
+    if load:
+        load_tasks(app)
+        return definition_of(app, namespace)
+    return None
 
 
 def may_guard(app: Celery, name: str) -> bool:
-    """May this be an idempotent task? Of those that this app does not know, some are if some of its own are."""
+    """May this be an idempotent task? An unknown task may be if any known one is."""
     if name not in app.tasks:
         return any(each.policy.mode != "off" for each in definitions(app))
     find = getattr(app.tasks[name], "idempotency_definition", None)
@@ -245,14 +235,11 @@ def may_guard(app: Celery, name: str) -> bool:
 
 
 def load_tasks(app: Celery) -> None:
-    """Import the modules with the app's tasks, as a worker does, once: other processes know only those that they use.
-
-    Raises whatever one of these modules raises.
-    """
+    """Import the modules with the app's tasks once, as a worker does; raises what a module raises."""
     if app in loaded:
         return
     loaded.add(app)  # already now: the modules may ask for tasks themselves
-    # With this set, Celery does not have Django check itself before it imports tasks: we may be one of those checks.
+    # Celery would have Django run its checks before: this may be one of them.
     before = os.environ.get("CELERY_SKIP_CHECKS", "")
     os.environ["CELERY_SKIP_CHECKS"] = "1"
     try:

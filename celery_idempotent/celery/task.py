@@ -242,13 +242,13 @@ class IdempotentTask(DefinedTask):
             return claim
         request: Any = self.request
         args, kwargs = request.args or (), request.kwargs or {}
-        return unguarded(Delivery(self, self._ours(), request, args, kwargs))
+        return unguarded(Delivery(self, self._defined(), request, args, kwargs))
 
     # -- records -------------------------------------------------------------------------------------------------------
 
     def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
         """Return the record of a key of this task, or ``None``."""
-        return get_store(self.app).get(self._ours().identifier.identity(key, scope))
+        return get_store(self.app).get(self._defined().identifier.identity(key, scope))
 
     def idempotency_forget(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
         """Delete the record of a key of this task: the next call with it runs again.
@@ -281,7 +281,7 @@ class IdempotentTask(DefinedTask):
         Raises:
             ValueError: if the task's serializer cannot write the value, or it is too large.
         """
-        stored = self._ours().codec.dump_given(value)
+        stored = self._defined().codec.dump_given(value)
         return self._operate(OperationRequest("complete", value=stored, **how), key, scope)
 
     def idempotency_fail(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
@@ -289,7 +289,7 @@ class IdempotentTask(DefinedTask):
         return self._operate(OperationRequest("fail", **how), key, scope)
 
     def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:
-        return operate_or_raise(self.app, self._ours().identifier.identity(key, scope), request)
+        return operate_or_raise(self.app, self._defined().identifier.identity(key, scope), request)
 
 
 def _has_identity(sig: AnySignature, definition: Definition, identity: Identity) -> bool:
