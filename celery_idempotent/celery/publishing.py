@@ -15,10 +15,11 @@ passes, and the next call sends under the same task id.
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,9 @@ outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", d
 _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
 
 _UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
+
+#: Options that belong to the process which sends: its connection to the broker, and its router.
+SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) is taken for lost.
 RESERVED_MS = 60_000
@@ -204,6 +208,29 @@ def send_deferred(
             # The caller cannot be told any more. The worker refuses the message, and its result has this error.
             logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
     return send_call(**options)
+
+
+def absolute(options: Mapping[str, object], *, task: str) -> Options:
+    """Return options that mean the same whenever the message is sent: delays become points in time.
+
+    Raises:
+        IdempotencyError: for an option that means something in this process only.
+    """
+    kept: Options = dict(options)
+    if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
+        raise IdempotencyError(
+            f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
+        )
+    now, countdown = datetime.now(timezone.utc), kept.pop("countdown", None)
+    if countdown:
+        kept["eta"] = countdown
+    for name in ("eta", "expires"):
+        value = kept.get(name)
+        if isinstance(value, numbers.Real):
+            value = now + timedelta(seconds=float(value))
+        if isinstance(value, datetime):
+            kept[name] = value.isoformat()
+    return kept
 
 
 # -- a run publishes its own retry -------------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ while, longer after each failure.
 from __future__ import annotations
 
 import logging
-import numbers
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -37,6 +35,7 @@ from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.definition import DefinedTask, is_celerys_own
 from celery_idempotent.celery.publishing import (
     DeferredCall,
+    absolute,
     give_ids_to_callbacks,
     outbox_interceptor,
 )
@@ -81,8 +80,6 @@ CONFIRM_SECONDS = 10
 MAX_BYTES = 1024 * 1024
 #: How much of an error is kept for operators.
 ERROR_CHARS = 500
-#: Options that belong to the process which sends: its connection to the broker, and its router.
-SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
 #: Until when an app that did not reach its broker leaves its messages to the sweep (``time.monotonic``).
 _unreached_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
@@ -212,29 +209,6 @@ def _stage_call(task: AnyTask, call: DeferredCall, using: str) -> str:
     send = partial(_send_after_commit, app, using, message, time.monotonic())
     transaction.on_commit(send, using=using)
     return task_id
-
-
-def absolute(options: Mapping[str, object], *, task: str) -> Options:
-    """Return options that mean the same whenever the message is sent: delays become points in time.
-
-    Raises:
-        IdempotencyError: for an option that means something in this process only.
-    """
-    kept: Options = dict(options)
-    if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
-        raise IdempotencyError(
-            f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
-        )
-    now, countdown = datetime.now(timezone.utc), kept.pop("countdown", None)
-    if countdown:
-        kept["eta"] = countdown
-    for name in ("eta", "expires"):
-        value = kept.get(name)
-        if isinstance(value, numbers.Real):
-            value = now + timedelta(seconds=float(value))
-        if isinstance(value, datetime):
-            kept[name] = value.isoformat()
-    return kept
 
 
 def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:

@@ -22,8 +22,9 @@ from celery_idempotent.records import Stored
 
 logger = logging.getLogger(__name__)
 
-#: What ``Retry-After`` says, in seconds.
+#: After so many seconds a client may ask again; the header that says so.
 RETRY_AFTER: Final = 1
+WAIT: Final = (("Retry-After", str(RETRY_AFTER)),)
 #: Tells a replay from the first answer.
 REPLAYED: Final = "Idempotent-Replayed"
 
@@ -63,6 +64,10 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "not_queued": (503, "The task could not be queued", True),
     "timed_out": (504, "The task never came back", False),
 }
+
+
+#: The answer whenever something broke: it may have been carried out, and only the reply was lost.
+UNSURE: Final = "It may have been done or not. Send the same request with the same key again: it takes effect once."
 
 
 class RequestRefused(Exception):
@@ -128,7 +133,6 @@ NEVER_KEPT: Final = frozenset(
     {REPLAYED} {_NOT_KEPT}
     """.lower().split()
 )
-_MAX_HEAD: Final = 32 * 1024
 _STATUS_LINE: Final = re.compile(r"HTTP/1\.1 ([1-5]\d\d) ([^\r\n]*)", re.ASCII)
 _HEADER: Final = re.compile(r"([!-9;-~]+): ([^\r\n]*)")
 
@@ -149,10 +153,7 @@ def pack_response(answer: Answer, *, max_bytes: int, name: str, why: str = "") -
         )
         lines.append(f"{_NOT_KEPT}: {why}")
     lines += [f"{key}: {value}" for key, value in answer.headers if key.lower() not in NEVER_KEPT]
-    head = "\r\n".join(lines).encode("latin-1", "replace")
-    if len(head) > _MAX_HEAD:
-        raise ValueError(f"the headers of the response of {name} have more than {_MAX_HEAD} bytes")
-    body = head + b"\r\n\r\n" + body
+    body = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body
     return Stored(content_type=CONTENT_TYPE, content_encoding="binary", body=body)
 
 

@@ -16,7 +16,6 @@ returned, an :class:`.Answer`, or a :class:`.RequestRefused`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable
@@ -24,18 +23,16 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from celery_idempotent.errors import FingerprintMismatch, IdempotencyError, ResultUnavailable
+from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.events import Reporter, worker_name
-from celery_idempotent.http.answers import Answer, RequestRefused, read_response
+from celery_idempotent.http.answers import UNSURE, Answer, RequestRefused, read_response
 from celery_idempotent.http.options import HttpOptions
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Body, Run, execute
 from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.serializers import Serializer
 from celery_idempotent.stores import Store
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,7 +58,7 @@ class Guard:
     ) -> None:
         self.name, self.options, self.open_store = name, options, open_store
         self.policy = options.policy
-        self.codec = ResponseCodec(name, pack, options.max_response_bytes)
+        self.codec = ResponseCodec(pack, options.max_response_bytes)
         self.reporter = Reporter(name, lambda: sender, open_store)
 
     def answer(self, run: RequestRun | None, view: Body) -> object:
@@ -104,16 +101,12 @@ class RequestRun(Run):
         refusal: Callable[[], object | None],
     ) -> None:
         self.identity, self.fingerprint, self.refusal = identity, fingerprint, refusal
-        self.name, self.policy, self.guard = guard.name, guard.policy, guard
+        self.name, self.policy, self.open_store = guard.name, guard.policy, guard.open_store  # type: ignore[method-assign]
         self.codec, self.reporter = guard.codec, guard.reporter
         self.task_id = str(uuid.uuid4())
         self.worker = worker_name(os.getpid())
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
-
-    def open_store(self) -> Store:
-        """Return the store of the guard."""
-        return self.guard.open_store()
 
     def call(self, view: Body) -> object:
         """Call the view, once: after that its files are read, and its user may have changed."""
@@ -137,16 +130,9 @@ class RequestRun(Run):
             "The first request with this key has not been answered yet. Ask again later.",
         )
 
-    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
+    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:  # noqa: ARG002
         """Refuse a request that cannot be guarded now."""
-        known = (
-            "It is not known yet whether it was carried out."
-            if begun or self.began
-            else "Whether an earlier request with this key was carried out is not known; this one was not."
-        )
-        raise RequestRefused(
-            "store_unavailable", f"{known} Send the same request with the same key again."
-        ) from error
+        raise RequestRefused("store_unavailable", UNSURE) from error
 
 
 def stored_answer(record: Record) -> Answer:
@@ -156,13 +142,8 @@ def stored_answer(record: Record) -> Answer:
         RequestRefused: if the request failed for good, or its response was not kept.
     """
     if record.state is State.FAILED:
-        code = failure_of(record, None).code
-        details = {
-            "failed_by_operator": "An operator decided that it is not tried again.",
-            "too_many_crashes": f"The process that worked on it died {record.crashes} times, and it is not tried "
-            "again.",
-        }
-        raise RequestRefused(code, details.get(code, "It failed for good."))
+        failure = failure_of(record, None)
+        raise RequestRefused(failure.code, failure.detail)
     if record.value is None:
         raise RequestRefused("result_not_kept", "The response could not be kept.")
     try:
@@ -174,30 +155,21 @@ def stored_answer(record: Record) -> Answer:
 class ResponseCodec:
     """Responses instead of values, as ``dump_value`` packs them; errors and steps as JSON."""
 
-    def __init__(self, name: str, dump_value: Callable[[Any], Stored], max_bytes: int) -> None:
-        self.dump_value = dump_value
-        self._name, self._max_bytes = name, max_bytes
+    def __init__(self, dump_value: Callable[[Any], Stored], max_bytes: int) -> None:
+        self.dump_value, self._max_bytes = dump_value, max_bytes
         self._json = Serializer()
+        self.load_value = self._json.load
 
     def dump_error(self, error: BaseException) -> Stored:
         """Store what a caller may know."""
         return self._json.dump({"exc_type": type(error).__name__, "exc_message": str(error)})
 
-    def dump_step(self, name: str, value: object) -> Stored:
-        """Serialize the result of a step."""
-        try:
-            return self._json.dump(value, max_bytes=self._max_bytes)
-        except NotStored as problem:
-            raise IdempotencyError(
-                f"The result of step {name!r} of {self._name} cannot be recorded: {problem}."
-            ) from None
-
-    def load_value(self, stored: Stored) -> object:
-        """Return the result of a step."""
-        return self._json.load(stored)
+    def dump_step(self, name: str, value: object) -> Stored:  # noqa: ARG002
+        """Serialize the result of a step; :exc:`.NotStored` if that cannot be."""
+        return self._json.dump(value, max_bytes=self._max_bytes)
 
 
-async def to_the_end(work: Awaitable[T], *, name: str) -> T:
+async def to_the_end(work: Awaitable[T]) -> T:
     """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
 
     A server cancels a coroutine when its client hangs up; between an effect and its record it must not::
@@ -226,8 +198,6 @@ async def to_the_end(work: Awaitable[T], *, name: str) -> T:
     for variable, value in (item for context in contexts for item in context.items()):
         if variable not in here or here[variable] is not value:
             variable.set(value)
-    if cancelled is None:
-        return task.result()
-    if not task.cancelled() and (failure := task.exception()) is not None:
-        logger.error("idempotency: %s failed, and its client has gone", name, exc_info=failure)
-    raise cancelled
+    if cancelled is not None:
+        raise cancelled  # asyncio logs the exception of a task that nobody asks for it
+    return task.result()

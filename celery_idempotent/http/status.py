@@ -1,4 +1,4 @@
-"""Where an operation is, as an API says it: the status resource, the answers of a queued task, and a view's failure.
+"""Where an operation is, as the status resource and the answers of ``enqueue()`` say it.
 
 ::
 
@@ -13,100 +13,71 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent import errors
+from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.http.answers import (
     CONTENT_TYPE,
-    REPLAYED,
-    RETRY_AFTER,
+    WAIT,
     Answer,
-    Headers,
     RequestRefused,
-    make_problem,
     read_response,
 )
+from celery_idempotent.http.requests import http_identity
 from celery_idempotent.records import Record, State
 from celery_idempotent.serializers import Serializer
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
+    from celery import Celery
+
     from celery_idempotent.celery.definition import DefinedTask
 
 logger = logging.getLogger(__name__)
 
 Encoder = type[json.JSONEncoder]
-ErrorStatus = Mapping[type[BaseException], int]
 
-#: Errors of the library's own, by the names that records have, with their codes for programs.
-_OWN: Final[dict[str, tuple[type[errors.IdempotencyError], str]]] = {
-    "FailedByOperator": (errors.FailedByOperator, "failed_by_operator"),
-    "ProcessingTimedOut": (errors.ProcessingTimedOut, "timed_out"),
-    "TooManyCrashes": (errors.TooManyCrashes, "too_many_crashes"),
+#: Errors of the library's own that a record may have, with their codes for programs.
+_OWN: Final[dict[type[BaseException], str]] = {
+    errors.FailedByOperator: "failed_by_operator",
+    errors.ProcessingTimedOut: "timed_out",
+    errors.TooManyCrashes: "too_many_crashes",
 }
 _SERIALIZER: Final = Serializer()
 
 
-def operation_answer(
-    record: Record,
-    *,
-    key: str,
-    task: DefinedTask,
-    url: str | None,
-    replayed: bool,
-    error_status: ErrorStatus,
-    docs_url: str | None,
-    encoder: Encoder,
-) -> Answer:
-    """Return the answer to a request that a task carries out: 202 until it is done, 200 with the result, its error.
-
-    Raises:
-        RequestRefused: ``result_unavailable``, if the result backend does not answer.
-    """
-    marks: Headers = [(REPLAYED, "true")] if replayed else []
-    if record.state is State.FAILED:
-        failure = failure_of(record, task)
-        mro = getattr(failure.kind, "__mro__", ())
-        problem = make_problem(
-            failure.code,
-            failure.detail,
-            status=next((error_status[each] for each in mro if each in error_status), None),
-            retryable=False,
-            docs_url=docs_url,
-            state=record.state.value,
-            error=failure.error,
-        )
-        return problem._replace(headers=problem.headers + marks)
-    described = describe(record, key=key, task=task, encoder=encoder)
-    headers = [("Cache-Control", "no-store"), *marks]
-    if url:
-        headers.append(("Content-Location" if described["settled"] else "Location", url))
-    headers += _retry_after(described)
-    return Answer(200 if described["settled"] else 202, headers, {**described, "url": url})
-
-
 def status_answer(
-    record: Record, *, key: str, task: DefinedTask | None, encoder: Encoder
+    app: Celery, *, namespace: str, key: str, scope: object, encoder: Encoder
 ) -> Answer:
     """Return the answer of the status resource about a key of the caller.
 
     Raises:
-        RequestRefused: ``result_unavailable``, if the result backend does not answer.
+        RequestRefused: ``unknown_key``; ``caller_unknown``; ``store_unavailable``; ``result_unavailable``, if the
+            result backend does not answer.
     """
+    try:
+        record = get_store(app).get(http_identity(namespace, scope, key))
+    except errors.InvalidKey:
+        record = None
+    except errors.STORE_ERRORS as error:
+        raise RequestRefused("store_unavailable", "Ask again later.") from error
+    if record is None or record.uncommitted:
+        # The same answer for a key that never existed, was forgotten, may be rolled back, or is another caller's.
+        raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
+    definition = definition_of(app, namespace, load=True)
+    task: Any = None if definition is None else app.tasks[definition.name]
     described = describe(record, key=key, task=task, encoder=encoder)
     body = json.dumps(described, cls=encoder).encode()
     headers = [
         ("Content-Type", "application/json"),
         ("ETag", f'"{hashlib.sha256(body).hexdigest()[:32]}"'),
         ("Cache-Control", "private, no-cache"),
+        *(WAIT if not described["settled"] else ()),
     ]
-    return Answer(200, [*headers, *_retry_after(described)], body)
-
-
-def _retry_after(described: Mapping[str, object]) -> Headers:
-    return [] if described["settled"] else [("Retry-After", str(RETRY_AFTER))]
+    return Answer(200, headers, body)
 
 
 def describe(
@@ -158,10 +129,10 @@ def _result_of(record: Record, task: DefinedTask | None) -> tuple[State, dict[st
             return record.state, {"result": outcome.result}
         if record.replaced and not outcome.ready():
             return State.PROCESSING, {}
-    except (errors.IdempotencyError, AttributeError, NotImplementedError):
-        pass  # unreadable, or there is no result backend
-    except (SerializationError, ContentDisallowed):
-        pass  # in the backend, and unreadable
+    except (errors.IdempotencyError, SerializationError, ContentDisallowed):
+        pass  # unreadable
+    except (AttributeError, NotImplementedError):
+        pass  # there is no result backend
     except Exception as error:
         logger.warning(
             "idempotency: the result of %s cannot be fetched", record.identity, exc_info=True
@@ -190,41 +161,36 @@ def failure_of(record: Record, task: DefinedTask | None) -> Failure:
     be for the project's own eyes, so only its type is.
     """
     definition = None if task is None else task.idempotency_definition()
+    final: tuple[type[BaseException], ...] = (errors.IdempotencyError,)
     kind: type[BaseException] | None
     text: object
-    if definition is not None:
+    if definition is None:
+        kind, text = _error_of_view(record)
+    else:
+        final = (*final, *definition.policy.permanent_errors)
         try:
             kind, text = definition.codec.describe_error(record.value)
         except errors.IdempotencyError as unreadable:
             kind, text = type(unreadable), unreadable
-        name = kind.__name__ if kind else ""
-    else:  # a view's: all that is kept of it is what its caller may know
-        found: object = None
-        if record.value is not None:
-            with contextlib.suppress(errors.IdempotencyError):
-                found = _SERIALIZER.load(record.value)
-        parts = found if isinstance(found, dict) else {}
-        name, text = _sendable(parts.get("exc_type", "")), parts.get("exc_message", "")
-        kind = _OWN[name][0] if name in _OWN else None
-    is_permanent = (
-        definition is not None
-        and kind is not None
-        and issubclass(kind, definition.policy.permanent_errors)
-    )
-    is_final = is_permanent or (kind is not None and issubclass(kind, errors.IdempotencyError))
-    message = _sendable(text) if is_final else ""
+    is_final = kind is not None and issubclass(kind, final)
+    error = {"type": kind.__name__ if kind else ""}
+    if is_final and text:
+        error["message"] = str(text)
     return Failure(
         kind=kind,
-        code=_OWN[name][1] if name in _OWN else "task_failed",
-        detail=message or "The operation failed.",
+        code=_OWN.get(kind, "task_failed") if kind else "task_failed",
+        detail=error.get("message") or "The operation failed.",
         retryable=kind is not None and not is_final,
-        error={"type": name, "message": message} if message else {"type": name},
+        error=error,
     )
 
 
-def _sendable(value: object) -> str:
-    """Return what a stored value says, as a text that can be sent."""
-    try:
-        return str(value).encode("utf-8", "replace").decode()
-    except Exception:  # noqa: BLE001  an exception of the project's own
-        return ""
+def _error_of_view(record: Record) -> tuple[type[BaseException] | None, object]:
+    """Return class and text of the error that a view's record has, which is the library's own."""
+    found: object = None
+    if record.value is not None:
+        with contextlib.suppress(errors.IdempotencyError):
+            found = _SERIALIZER.load(record.value)
+    parts = found if isinstance(found, dict) else {}
+    kind = next((each for each in _OWN if each.__name__ == parts.get("exc_type")), None)
+    return kind, parts.get("exc_message", "")

@@ -96,6 +96,6 @@ def test_an_answer_that_is_no_text_is_told(
 def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
     serve(memory)
     about = of_user("a", 17)
-    error = ResponseCodec("view", Mock(), 0).dump_error(FailedByOperator("given up"))
+    error = ResponseCodec(Mock(), 0).dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
     assert "FailedByOperator: given up" in text(operator.get(address(about)))

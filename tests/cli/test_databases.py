@@ -39,7 +39,7 @@ def _forget(directory, alias, redis_url, settings):
     from django.contrib.auth.models import User
 
     from celery_idempotent.django import user_scope
-    from celery_idempotent.http.keys import http_identity
+    from celery_idempotent.http.requests import http_identity
 
     alice = User.objects.db_manager(alias).create_user("alice")
     bob = User(pk=alice.pk + 1)

@@ -17,7 +17,7 @@ from django.test import RequestFactory
 
 from celery_idempotent.django import user_scope
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
-from celery_idempotent.django.http.status import respond
+from celery_idempotent.django.http.status import status
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.redis.servers import Command, Link
@@ -120,7 +120,7 @@ class Desk:
         settle(self.store, claim(self.store, identity(key, scope=scope), fingerprint=None))
 
     def status(self, key: str) -> None:
-        assert respond(self._request("get", key), TASK, key).status_code == 200
+        assert status(self._request("get", key), TASK, key).status_code == 200
 
     def count(self, work: Callable[[str], Any], key: str) -> tuple[Counts, Any]:
         """What a piece of work asks, and what comes of it."""

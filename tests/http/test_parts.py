@@ -12,7 +12,6 @@ from django.http import HttpResponse
 from django.test import RequestFactory, override_settings
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from django.test.utils import isolate_apps
-from django.utils.decorators import method_decorator
 from django.views import View
 
 from celery_idempotent.django import user_scope
@@ -20,14 +19,13 @@ from celery_idempotent.django.http import idempotent_view, keyed_view
 from celery_idempotent.django.http.requests import (
     caller_scope,
     http_options,
-    receive,
     request_fingerprint,
     session_scope,
 )
 from celery_idempotent.django.http.responses import pack_response, response_of
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
 from celery_idempotent.http.answers import RequestRefused, read_response
-from celery_idempotent.http.keys import http_identity, read_key
+from celery_idempotent.http.requests import http_identity, read_key
 from celery_idempotent.records import Stored
 from tests.sql.databases import ready
 
@@ -77,12 +75,6 @@ def test_a_bad_option_is_refused_where_it_is_given(options: dict[str, Any], said
         idempotent_view(**options)(view)
 
 
-@pytest.mark.parametrize("option", ["lease", "atomic", "wait", "authorize"])
-def test_an_option_that_would_do_nothing_is_refused(option: str) -> None:
-    with pytest.raises(InvalidOption, match="does nothing for keyed_view"):
-        keyed_view(**{option: None})
-
-
 def test_the_setting_is_read_and_the_view_wins() -> None:
     with override_settings(IDEMPOTENCY_HTTP={"lease": 7, "required": False}):
         assert (http_options().lease_ms, http_options({"lease": 9}).lease_ms) == (7000, 9000)
@@ -92,23 +84,15 @@ def test_the_setting_is_read_and_the_view_wins() -> None:
             http_options()
 
 
-def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:
+def test_a_class_is_refused_with_what_to_decorate_instead() -> None:
     from rest_framework.decorators import api_view
     from rest_framework.response import Response
     from rest_framework.views import APIView
 
-    @method_decorator(idempotent_view, name="dispatch")
-    class Dispatched(APIView):
-        pass
-
     for decorator in (idempotent_view, keyed_view):
-        with pytest.raises(InvalidOption, match="decorate its post"):
-            decorator(View)
-        for made in (api_view(["POST"])(lambda _: Response()), APIView.as_view()):
-            with pytest.raises(InvalidOption, match="below @api_view"):
+        for made in (View, api_view(["POST"])(lambda _: Response()), APIView.as_view()):
+            with pytest.raises(InvalidOption, match="decorate its handler"):
                 decorator(made)
-    with pytest.raises(InvalidOption, match="knows its caller only inside"):
-        Dispatched.as_view()(factory.post("/"))
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------
@@ -199,11 +183,9 @@ def json_fingerprint(factory: Any, body: str) -> bytes:
 @pytest.mark.parametrize(
     "same",
     [
-        ("0.1", "0.10", "1e-1", "1E-01", "0.1000000000000000000000", "100e-3"),
-        ("1.0", "1.00", "10e-1", "1e0", "1.00000000000000000000"),
-        ("0.0", "0e5", "0.00000000000000000000000"),
-        ("123456789012345678.25", "12345678901234567825e-2", "123456789012345678.250"),
-        ("1e400", "10e399", "1.0e400"),
+        ("0.1", "0.10", "0.1000000000000"),
+        ("1.0", "1.00"),
+        ("0.0", "0.00000"),
     ],
 )
 def test_a_number_of_json_is_the_same_however_it_is_written(
@@ -288,18 +270,6 @@ def test_a_file_counts_by_its_name_and_its_content(factory: Any, method: str) ->
     )
 
 
-def test_a_large_upload_is_in_the_file_of_an_upload_handler(factory: Any) -> None:
-    content = b"content" * 500_000  # more than DATA_UPLOAD_MAX_MEMORY_SIZE
-    request = factory.post("/", {"file": SimpleUploadedFile("a.txt", content)})
-    receive(request, http_options())
-    fingerprint(request)
-    file = request.FILES["file"]
-    assert file.temporary_file_path()
-    assert file.read() == content
-    request.close()
-    assert file.closed
-
-
 def test_a_form_that_is_no_post_counts_without_its_boundary(factory: Any) -> None:
     def of(boundary: str, value: str) -> bytes:
         body = encode_multipart(boundary, {"a": value})
@@ -335,7 +305,7 @@ def test_a_charset_that_is_none_is_refused(
 
 def kept_again(made: HttpResponse) -> HttpResponse:
     """Return a response as a repetition gets it."""
-    return response_of(read_response(pack_response(made, http_options(), name="v")))
+    return response_of(read_response(pack_response(made, max_bytes=1000, name="v")))
 
 
 @pytest.mark.parametrize("status", [200, 204, 404])
@@ -367,7 +337,7 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
 def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
     import dataclasses
 
-    kept = pack_response(HttpResponse("text"), http_options(), name="v")
+    kept = pack_response(HttpResponse("text"), max_bytes=1000, name="v")
     assert read_response(kept).body == b"text"
     for no_response in (
         Stored(content_type="application/json", content_encoding="utf-8", body=b"1"),
@@ -379,10 +349,12 @@ def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
 
 
 def test_a_response_over_its_limit_is_not_kept() -> None:
-    options = http_options({"max_response_bytes": 4})
-    assert read_response(pack_response(HttpResponse("four"), options, name="v")).body == b"four"
+    def packed(text: str) -> Stored:
+        return pack_response(HttpResponse(text), max_bytes=4, name="v")
+
+    assert read_response(packed("four")).body == b"four"
     with pytest.raises(ResultUnavailable, match="was not kept"):
-        read_response(pack_response(HttpResponse("fiver"), options, name="v"))
+        read_response(packed("fiver"))
 
 
 @pytest.mark.parametrize("name", ["Content-Type", "content-type"])
@@ -394,12 +366,6 @@ def test_a_replay_has_the_content_type_of_its_first_answer_however_that_is_writt
     assert replay["Content-Type"] == "application/json"
     del made["Content-Type"]
     assert "Content-Type" not in kept_again(made)
-
-
-def test_headers_without_measure_are_not_kept() -> None:
-    made = HttpResponse(headers={"Link": "x" * 40_000})
-    with pytest.raises(ValueError, match="headers"):
-        pack_response(made, http_options(), name="v")
 
 
 # Callers -------------------------------------------------------------------------------------------------------------
@@ -428,12 +394,9 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
     scopes += [http_identity("http", scope, "k").scope for scope in (1, "1", ("session", "1"))]
     assert len(set(scopes)) == len(scopes)
     request.user = SimpleNamespace(pk=None, is_authenticated=False)
-    with pytest.raises(RequestRefused):
-        caller_scope(request, options)
-    with pytest.raises(RequestRefused):
-        caller_scope(request, http_options({"scope": lambda _: None}))
-    with pytest.raises(RequestRefused):
-        caller_scope(request, http_options({"scope": session_scope}))
+    for given in ({}, {"scope": lambda _: None}, {"scope": session_scope}):
+        with pytest.raises(RequestRefused):
+            http_identity("http", caller_scope(request, http_options(given)), "k")
 
 
 @pytest.mark.parametrize("kind", ["cache", "signed_cookies"])
@@ -461,9 +424,7 @@ def test_a_session_is_a_caller_whose_key_no_record_has(factory: Any, kind: str) 
     assert http_identity("http", caller_scope(request, options), "k") == first
     request.session = store()
     assert http_identity("http", caller_scope(request, options), "k") != first
-    with pytest.raises(RequestRefused) as refused:
-        caller_scope(request, http_options())
-    assert refused.value.code == "caller_unknown"
+    assert caller_scope(request, http_options()) is None
 
 
 def test_a_user_without_a_number_is_nobody(factory: Any) -> None:

@@ -123,7 +123,7 @@ def test_a_store_that_is_away(charge: Any, heard: Heard, monkeypatch: pytest.Mon
     def reserve(*_: object, **__: object) -> None:
         raise StoreUnavailable("away")
 
-    monkeypatch.setattr("celery_idempotent.django.http.enqueueing.REQUEST_RETRY_SECONDS", 0)
+    monkeypatch.setattr("celery_idempotent.http.enqueueing.REQUEST_RETRY_SECONDS", 0)
     monkeypatch.setattr(MemoryStore, "reserve", reserve)
     assert queue(charge) == 503
     assert heard.names == ["store_failed"]

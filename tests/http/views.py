@@ -216,6 +216,7 @@ class Things(ViewSet):
         return Response({"run": ran(request), "data": request.data}, status=201)
 
 
+@non_atomic_requests
 @idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
 def broken(request: Any) -> HttpResponse:
     """Write, and answer with any status."""
@@ -223,6 +224,7 @@ def broken(request: Any) -> HttpResponse:
     return HttpResponse(status=int(request.GET["status"]))
 
 
+@non_atomic_requests
 @idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
 async def abroken(request: Any) -> HttpResponse:
     await Payment.objects.acreate(**payment(request))
@@ -261,6 +263,7 @@ def hesitating(request: Any) -> Any:
     return answer
 
 
+@non_atomic_requests
 @idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
 def announcing(request: Any) -> HttpResponse:
     """Write, and publish what follows from it, in one transaction."""

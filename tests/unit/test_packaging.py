@@ -254,7 +254,7 @@ from celery_idempotent.django import http, store
 EXTRAS = {
     "": "from celery_idempotent import *; import celery_idempotent.cli.commands",
     "django": DJANGO,
-    "rest": f"{DJANGO}import celery_idempotent.django.http.rest, rest_framework",
+    "rest": f"{DJANGO}import celery_idempotent.django.http.urls, rest_framework",
     "hiredis": "from redis.utils import HIREDIS_AVAILABLE; assert HIREDIS_AVAILABLE",
     "prometheus": "import celery_idempotent.metrics",
     "opentelemetry": "import celery_idempotent.tracing",

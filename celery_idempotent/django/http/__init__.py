@@ -12,14 +12,13 @@ from celery_idempotent.django.http.enqueueing import aenqueue, enqueue
 from celery_idempotent.django.http.requests import session_scope
 from celery_idempotent.django.http.responses import problem
 from celery_idempotent.django.http.status import status_url
-from celery_idempotent.django.http.views import idempotent_view, keyed_view, object_permissions
+from celery_idempotent.django.http.views import idempotent_view, keyed_view
 
 __all__ = [
     "aenqueue",
     "enqueue",
     "idempotent_view",
     "keyed_view",
-    "object_permissions",
     "problem",
     "session_scope",
     "status_url",

@@ -1,22 +1,10 @@
-"""What is read of a request of Django's: the options that hold for it, its caller, its body and its fingerprint.
-
-The body is received whole before anything is claimed. A client that stops halfway has asked for nothing::
-
-    Content-Length: 11    amount=1000      whole: it goes on
-    Content-Length: 11    amount=1 ─ ✗     body_incomplete: nothing is claimed, and one euro is not paid
-
-The fingerprint is equal for every way to write the same body::
-
-    {"amount": 1.50, "to": 7}                   one fingerprint: the same members and numbers,
-    {"to":7,"amount":1.5}                       in another order, written in another way
-    multipart, another boundary each time       one fingerprint: the same fields, and files by their content
-    text/plain, one more blank                  another: bytes that mean nothing to us count as they are
-"""
+"""What is read of a request of Django's: the options that hold for it, its caller, its body and its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from io import SEEK_END, BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +16,7 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey, InvalidOption
-from celery_idempotent.http import fingerprints
+from celery_idempotent.http import requests
 from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.http.options import HttpOptions
 from celery_idempotent.keys.fingerprints import NoFormError, form, quote
@@ -43,8 +31,8 @@ HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 #: Where a request has its ``Idempotency-Key``.
 KEY_META: Final = "HTTP_IDEMPOTENCY_KEY"
 
-#: What Django raises for a request over one of its own limits, at whatever place it is read.
-TOO_LARGE: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
+#: What Django raises for a request over one of its own limits.
+_TOO_LARGE: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
 
 _PIECE: Final = 64 * 1024
 _FORM, _MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
@@ -68,20 +56,8 @@ def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
 
 
 def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
-    """Return the scope of the caller's keys: no caller sees a record of another.
-
-    Raises:
-        RequestRefused: ``caller_unknown``, if the request has no known caller. All callers in one scope would
-            hand one visitor the answers of another.
-    """
-    scope = (options.scope or _scope_of_user)(request)
-    if scope is None:
-        own = options.scope is not None
-        problem = (
-            "The request does not say who sends it." if own else "Log in, or send credentials."
-        )
-        raise RequestRefused("caller_unknown", problem)
-    return scope
+    """Return the scope of the caller's keys, ``None`` of an unknown caller."""
+    return (options.scope or _scope_of_user)(request)
 
 
 def session_scope(request: HttpRequest) -> tuple[object, ...]:
@@ -117,69 +93,37 @@ def _scope_of_user(request: HttpRequest) -> tuple[object, ...] | None:
 
 
 def receive(request: HttpRequest, options: HttpOptions) -> None:
-    """Have Django read the body, and compare its size with the one declared.
-
-    A WSGI server reports no error when a body breaks off: a reader gets less, as if that were all, ``amount=1`` of
-    ``amount=1000``. A view that has read it already, as far as it wanted to, is no obstacle.
+    """Have Django read the body whole. A view that has read some of it already is no obstacle.
 
     Raises:
         RequestRefused: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
-        RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent: if it is over one of Django's own limits.
     """
-    text = str(request.META.get("CONTENT_LENGTH") or "0").strip()
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
-    size = declared = int(text)
-    if "HTTP_TRANSFER_ENCODING" in request.META and isinstance(request, WSGIRequest):
+    meta = request.META
+    if "HTTP_TRANSFER_ENCODING" in meta and isinstance(request, WSGIRequest):
         # To Django there is no body.
         raise RequestRefused("length_required", "Send the body with its Content-Length.")
-    try:
-        size = declared if declared > options.max_request_bytes else _read(request, declared)
-    except OSError:  # a server that notices that it broke off
-        size = -1
-    if size > options.max_request_bytes:
-        raise RequestRefused(
-            "request_too_large",
-            f"An idempotent request has up to {options.max_request_bytes} bytes.",
-        )
-    if size < declared:
-        raise RequestRefused(
-            "body_incomplete",
-            "Less of it arrived than the request declares. Send the same request with the same key again.",
-        )
+    read = partial(_read, request)
+    requests.receive(meta.get("CONTENT_LENGTH"), max_bytes=options.max_request_bytes, read=read)
 
 
-def _read(request: Any, declared: int) -> int:
-    """Have Django read the body, as a form piece by piece if it is too large for ``request.body``; return its size."""
-    limit, malformed = settings.DATA_UPLOAD_MAX_MEMORY_SIZE, None
+def _read(request: Any) -> int:
     try:
-        if _is_parsed_upload(request) and declared > (limit or declared):
-            _ = request.POST
         return len(request.body)
+    except _TOO_LARGE as error:
+        raise _too_large() from error
     except RawPostDataException:
-        pass  # it is parsed, or was read before
-    except MultiPartParserError as error:
-        malformed = error  # perhaps because it broke off
+        pass  # it is a parsed upload, or was read before
     stream = request._stream  # noqa: SLF001  Django has no public name for it, and how far it was read
     if isinstance(request, WSGIRequest):
         while stream.read(_PIECE):
             pass
-        size: int = stream._pos  # noqa: SLF001
-    else:
-        stream.seek(0, SEEK_END)
-        size = stream.tell()
-    if malformed is not None and size >= declared:
-        raise _malformed_form() from malformed
-    return size
+        return stream._pos  # type: ignore[no-any-return]  # noqa: SLF001
+    stream.seek(0, SEEK_END)
+    return stream.tell()  # type: ignore[no-any-return]
 
 
-def _is_parsed_upload(request: HttpRequest) -> bool:
-    """Does Django parse the fields and files in the body? Of a POST alone."""
-    return request.method == "POST" and (request.content_type or "").lower() == _MULTIPART
-
-
-def _malformed_form() -> RequestRefused:
-    return RequestRefused("body_unreadable", "The form in it is malformed.")
+def _too_large() -> RequestRefused:
+    return RequestRefused("request_too_large", "It is larger than this service reads.")
 
 
 # -- the fingerprint ---------------------------------------------------------------------------------------------------
@@ -188,43 +132,39 @@ def _malformed_form() -> RequestRefused:
 def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOptions) -> bytes:
     """Return the fingerprint of ``request``; ``seen`` is what the view gets (Django REST framework wraps it).
 
-    The body stays readable for the view.
+    The body stays readable for the view. A form counts by its fields, and files by their content: its boundary is
+    another one each time.
 
     Raises:
-        RequestRefused: ``body_unreadable``.
-        RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent: if it is over one of Django's own limits.
+        RequestRefused: ``body_unreadable``, or ``request_too_large`` for one of Django's own limits.
     """
-    if options.fingerprint is None:
-        body = _body_form(request)
-    else:
-        try:
-            body = f"own {form(options.fingerprint(seen))}"
-        except NoFormError as refused:
-            raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
-    query = dict(request.GET.lists()) if request.META.get("QUERY_STRING") else None
-    return fingerprints.request_fingerprint(str(request.method), request.path_info, query, body)
+    own = options.fingerprint
+    try:
+        body = f"own {form(own(seen))}" if own else _body_form(request)
+        query = dict(request.GET.lists()) if request.META.get("QUERY_STRING") else None
+    except NoFormError as refused:
+        raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
+    except _TOO_LARGE as error:
+        raise _too_large() from error
+    return requests.request_fingerprint(str(request.method), request.path_info, query, body)
 
 
 def _body_form(request: HttpRequest) -> str:
     content_type = (request.content_type or "").lower()
     if content_type not in (_FORM, _MULTIPART):
-        return fingerprints.body_form(content_type, request.body)
-    try:
-        # Python knows base64 by name as well, and Django believes the client.
-        "a".encode(request.encoding or "utf-8")
-    except (LookupError, UnicodeError) as error:
-        raise RequestRefused("body_unreadable", "Its charset is none.") from error
+        return requests.body_form(content_type, request.body)
     try:
         if content_type == _FORM:
             fields: QueryDict = QueryDict(request.body, encoding=request.encoding or "utf-8")
             return f"form {form(dict(fields.lists()))}"
-        if _is_parsed_upload(request):
+        if request.method == "POST":  # Django parses no other
             fields, files = request.POST, request.FILES
         else:
             body, handlers = BytesIO(request.body), request.upload_handlers
             fields, files = MultiPartParser(request.META, body, handlers, request.encoding).parse()
-    except (MultiPartParserError, UnicodeError) as error:
-        raise _malformed_form() from error
+    except (MultiPartParserError, UnicodeError, LookupError) as error:
+        # The last: a charset that is none, or that Python knows for other ends, as base64.
+        raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
     hashed = {name: [_file_form(file) for file in many] for name, many in files.lists()}
     return f"multipart {form(dict(fields.lists()))} {form(hashed)}"
 

@@ -1,0 +1,366 @@
+"""``enqueue``: from a request to a task under one key, with the same answer to each repetition.
+
+::
+
+    POST ─ reserve ─┬─ Reserved ──▶ publish, after the COMMIT if there is a transaction ──▶ 202, Location: its status
+                    ├─ Held ──────▶ the same 202; 409 while the first request is not committed
+                    ├─ Settled ───▶ 200 with the result │ 500, 504 with the error │ retryable: forgotten, reserved again
+                    └─ Mismatched ▶ 422
+
+A 202 holds even if this process dies. A reservation is *uncommitted* until its message is sure to be sent: until then
+its deadline is near. After that the record, or an outbox, has the message, and a sweep sends it::
+
+    no transaction   reserve (60 s, with the message) ─ send ─ 202
+    transaction      reserve (2 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
+                                          └─ ROLLBACK, or the process dies: the deadline passes, a repetition is queued
+    outbox           reserve (2 s), stage the message ─ COMMIT ─ reserve again, as above ─ send, or a sweep sends
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kombu.exceptions import OperationalError
+
+from celery_idempotent import backoff, signals
+from celery_idempotent.celery.publishing import (
+    SENDER_OPTIONS,
+    absolute,
+    lost_after_ms,
+    release_reservation,
+    stamp_call,
+)
+from celery_idempotent.celery.typed import Options
+from celery_idempotent.errors import STORE_ERRORS, InvalidOption
+from celery_idempotent.http.answers import (
+    REPLAYED,
+    UNSURE,
+    WAIT,
+    Answer,
+    Headers,
+    RequestRefused,
+    make_problem,
+)
+from celery_idempotent.http.requests import http_identity
+from celery_idempotent.http.status import Encoder, describe, failure_of
+from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER, Identified
+from celery_idempotent.records import (
+    Held,
+    Mismatched,
+    Record,
+    Reservation,
+    Reserved,
+    ReserveRequest,
+    Settled,
+    State,
+)
+from celery_idempotent.stores import Store, get_store
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.events import Details
+    from celery_idempotent.signals import OutcomeSignal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ErrorStatus = Mapping[type[BaseException], int]
+
+#: The deadline of a reservation whose transaction may still be rolled back: after a ROLLBACK the key is free then.
+UNCOMMITTED_MS = 2_000
+
+#: How long a request tries to reach the store, or waits for another request's COMMIT, in seconds.
+REQUEST_RETRY_SECONDS = 3.0
+
+#: Options of ``apply_async`` that follow from the request: a caller of ``enqueue()`` may not set them.
+_SET_BY_ENQUEUE = ("task_id", "idempotency_key", "idempotency_scope")
+
+
+class Order:
+    """A request that a task is to carry out. A framework's subclass reads the request, and knows its transactions.
+
+    Raises:
+        InvalidOption: for an option of ``apply_async`` that follows from the request, or a bad ``error_status``.
+    """
+
+    #: Writes the bodies of answers.
+    encoder: Encoder = json.JSONEncoder
+    #: What a broker, or a framework's database, raises while it is away.
+    transient: tuple[type[Exception], ...] = (OperationalError, OSError)
+    #: The message waits for the COMMIT of a transaction that the caller has open.
+    in_transaction = False
+    #: An outbox sends the message.
+    has_outbox = False
+
+    key: str
+    identified: Identified
+
+    def __init__(
+        self,
+        task: IdempotentTask,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        *,
+        options: Mapping[str, object],
+        error_status: ErrorStatus,
+        docs_url: str | None,
+    ) -> None:
+        self.task, self.args, self.kwargs = task, args, kwargs
+        self.options, self.error_status = Options(options), error_status
+        self.docs_url = docs_url
+        definition = task.idempotency_definition()
+        self.enforced = definition is not None and definition.policy.mode == "enforce"
+        if definition is not None:
+            self.definition = definition
+        if chosen := [name for name in _SET_BY_ENQUEUE if name in options]:
+            raise InvalidOption(
+                f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and "
+                "the task id belongs to the key."
+            )
+        permanent = definition.policy.permanent_errors if definition is not None else Exception
+        for error, status in error_status.items():
+            # A repetition runs the task anew after any other error.
+            if not issubclass(error, permanent) or status not in range(400, 600):
+                raise InvalidOption(
+                    f"error_status of enqueue(): {error.__name__} is not in idempotency_permanent_errors of task "
+                    f"{task.name}, so that no answer about it is stored, or {status!r} is no status from 400 to 599."
+                )
+
+    # -- the framework's part ------------------------------------------------------------------------------------------
+
+    def read(self) -> tuple[str, object]:
+        """Return the key and the scope of the request.
+
+        Raises:
+            RequestRefused: if its key or its caller is not known, or its body is not whole.
+        """
+        raise NotImplementedError
+
+    def status_url(self) -> str | None:
+        """Return where the caller finds the status, ``None`` for nowhere."""
+        return None
+
+    def on_commit(self, function: Callable[[], object]) -> None:
+        """Call a function after the COMMIT of the open transaction, or at once."""
+        function()
+
+    def joins_first(self) -> bool:
+        """Is the first request in the transaction of this one, so that there is no COMMIT to wait for?"""
+        return False
+
+    def queue(self, record: Record) -> None:
+        """Send the message of a reservation, or see to it that :meth:`committed` does."""
+        self.send(record)
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def answer(self) -> Answer:
+        """Return the answer to the request, which is queued then, or was before.
+
+        Raises:
+            InvalidKey: if an argument has no canonical form.
+        """
+        try:
+            self.key, scope = self.read()
+            self.options |= {"idempotency_key": self.key, "idempotency_scope": scope}
+            if self.enforced:
+                identifier = self.definition.identifier
+                http_identity(identifier.namespace, scope, self.key)  # refuses a bad scope
+                self.identified = identifier.identify(
+                    self.args, self.kwargs, task_id="", key=self.key, scope=scope
+                )
+                return self._answer(*self.place())
+        except RequestRefused as refused:
+            if self.enforced:
+                return refused.answer(self.docs_url)
+        # Of a task that is off or observed each request sends one more message.
+        self.on_commit(partial(self.task.apply_async, self.args, self.kwargs, **self.options))
+        return Answer(202, [], {"state": State.QUEUED.value})
+
+    def _answer(self, record: Record, replayed: bool) -> Answer:
+        """Return 202 until it is done, 200 with the result, or the error.
+
+        Raises:
+            RequestRefused: ``result_unavailable``, if the result backend does not answer.
+        """
+        marks: Headers = [(REPLAYED, "true")] if replayed else []
+        if record.state is State.FAILED:
+            failure = failure_of(record, self.task)
+            statuses = [
+                self.error_status.get(each) for each in getattr(failure.kind, "__mro__", ())
+            ]
+            problem = make_problem(
+                failure.code,
+                failure.detail,
+                status=next(filter(None, statuses), None),
+                retryable=False,
+                docs_url=self.docs_url,
+                state=record.state.value,
+                error=failure.error,
+            )
+            return problem._replace(headers=problem.headers + marks)
+        told = describe(record, key=self.key, task=self.task, encoder=self.encoder)
+        told["url"] = url = self.status_url()
+        headers = [("Cache-Control", "no-store"), *marks, *(() if told["settled"] else WAIT)]
+        if url:
+            headers.append(("Content-Location" if told["settled"] else "Location", url))
+        return Answer(200 if told["settled"] else 202, headers, told)
+
+    def place(self) -> tuple[Record, bool]:
+        """Reserve the key and send the message, or find the first request's record; return it, and whether it is that.
+
+        The store is asked again in three cases:
+
+        - An earlier reservation is past its deadline: it is made anew, under the same task id.
+        - The first request has not committed its reservation yet: this one waits for that.
+        - The first request failed, and may be tried again: its record is deleted.
+
+        Raises:
+            RequestRefused: if the key was used with other content, the store does not answer, or the first request does
+                not commit in time.
+        """
+        self.options["headers"] = {**(self.options.get("headers") or {}), KEEP_FAILURE_HEADER: True}
+        # The message is sure to be sent only after a COMMIT: of the caller's transaction, or of one that stages it.
+        uncommitted = self.in_transaction or self.has_outbox
+        task_id = str(uuid.uuid4())
+        give_up, attempts = time.monotonic() + REQUEST_RETRY_SECONDS, 0
+        while True:
+            message = None if uncommitted else self._message(task_id)
+            match self._reserve(task_id, message, uncommitted=uncommitted):
+                case Reserved(record) if record.task_id != task_id:
+                    # That reservation is past its deadline: its process died, or its message waits in a long queue. So
+                    # a second message must have the same task id: reserve the key again, under that.
+                    task_id = record.task_id
+                case Reserved(record):
+                    self._queue(record)
+                    return record, False
+                case Held(record, _) if record.uncommitted and not self.joins_first():
+                    attempts += 1
+                    if not backoff.pause(attempts, until=give_up, first=0.02):
+                        self._report(signals.conflicted, record)
+                        raise RequestRefused(
+                            "request_in_progress",
+                            "The first request with this key is not committed yet. Ask again later.",
+                        )
+                case Settled(record, _) if (
+                    record.state is State.FAILED and failure_of(record, self.task).retryable
+                ):
+                    # Deletes this failure only: if another request has reserved the key meanwhile, the next round finds
+                    # that reservation.
+                    forget = partial(
+                        self.store.forget, record.identity, token=record.token, state=record.state
+                    )
+                    if self._persist(forget):
+                        why = "it failed, and a request tries it again"
+                        self._report(signals.forgotten, record, reason=why)
+                case Mismatched(record):
+                    self._report(signals.mismatched, record)
+                    raise RequestRefused(
+                        "idempotency_key_reused",
+                        "It was sent before with other content. A key stands for one intention: use a new one.",
+                    )
+                case Held(record, _) | Settled(record, _):
+                    self._report(signals.replayed, record)
+                    return record, True
+
+    # -- reserve and send ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def store(self) -> Store:
+        """The store of the task's app."""
+        return get_store(self.task.app)
+
+    def _reserve(self, task_id: str, message: bytes | None, *, uncommitted: bool) -> Reservation:
+        """Reserve the key: with its message, until that is lost; ``uncommitted``: for a short time."""
+        request = ReserveRequest(
+            identity=self.identified.identity,
+            fingerprint=self.identified.fingerprint,
+            task_id=task_id,
+            deadline_ms=UNCOMMITTED_MS if uncommitted else lost_after_ms(self.options),
+            keep_ms=self.definition.policy.keep_ms,
+            message=message,
+            uncommitted=uncommitted,
+        )
+        return self._persist(partial(self.store.reserve, request))
+
+    def _persist(self, verb: Callable[[], T]) -> T:
+        """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost.
+
+        Raises:
+            RequestRefused: if the store does not answer.
+        """
+        try:
+            return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
+        except STORE_ERRORS as error:
+            self._report(signals.store_failed, error=error)
+            raise RequestRefused("store_unavailable", UNSURE) from error
+
+    def _report(
+        self, outcome: OutcomeSignal, record: Record | None = None, **details: Unpack[Details]
+    ) -> None:
+        """Report an outcome of the request, with the task id of the record that its key has."""
+        identity, task_id = self.identified.identity, "" if record is None else record.task_id
+        self.definition.reporter.report(outcome, identity, task_id, record, **details)
+
+    def _message(self, task_id: str) -> bytes | None:
+        """Return the message that a sweep publishes if this process does not; ``None`` if the record has none.
+
+        It has none if the task runs eagerly, if the call cannot be serialized, or if the retention is 0: a second copy
+        of the message might then find no record of the first, and run again.
+        """
+        if self.task.app.conf.task_always_eager or not self.definition.policy.retention_ms:
+            return None
+        given: dict[str, Any] = {"expires": self.task.expires, **self.options}
+        kept = {name: value for name, value in given.items() if name not in SENDER_OPTIONS}
+        options = absolute(kept, task=str(self.task.name))
+        options["task_id"] = task_id
+        stamp_call(self.definition, self.args, self.kwargs, options)
+        again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
+        return self.definition.codec.dump_message(again)
+
+    def _queue(self, record: Record) -> None:
+        """Send the message, now or after the COMMIT.
+
+        Raises:
+            RequestRefused: if the broker, or the database of the outbox, does not take it.
+        """
+        try:
+            self.queue(record)
+        except BaseException as error:
+            release_reservation(self.store, record)
+            # A transaction that is not ours must end with the error of its database.
+            if self.in_transaction or not isinstance(error, self.transient):
+                raise
+            logger.warning(
+                "idempotency: %s is not queued: %s", record.identity, type(error).__name__
+            )
+            raise RequestRefused("not_queued", UNSURE) from error
+
+    def send(self, record: Record) -> None:
+        """Send the message now, unless an outbox does."""
+        if not self.has_outbox:
+            self.task.apply_async(self.args, self.kwargs, **self.options, task_id=record.task_id)
+        self._report(signals.reserved, record, state=State.QUEUED)
+
+    def committed(self, record: Record) -> None:
+        """Send the message after the COMMIT; the record gets it first, with the usual deadline."""
+        message = self._message(record.task_id)
+        try:
+            self._reserve(record.task_id, message, uncommitted=False)
+        except RequestRefused:  # the reservation stands, with less time
+            message = None
+        try:
+            self.send(record)
+        except Exception:
+            logger.exception("idempotency: %s is committed and not queued", record.identity)
+            if message is None:
+                # No sweep can send it. A client that polls gets 404, and sends the request again.
+                release_reservation(self.store, record)

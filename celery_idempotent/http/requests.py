@@ -1,0 +1,201 @@
+"""What is read of a request, whatever the framework: its key, its caller, its body and its fingerprint.
+
+The body is received whole before anything is claimed. A client that stops halfway has asked for nothing::
+
+    Content-Length: 11    amount=1000      whole: it goes on
+    Content-Length: 11    amount=1 ─ ✗     body_incomplete: nothing is claimed, and one euro is not paid
+
+The fingerprint is equal for every way to write the same body::
+
+    {"amount": 1.50, "to": 7}     one fingerprint: the same members and numbers,
+    {"to":7,"amount":1.5}         in another order, written in another way
+    text/plain, one more blank    another: bytes that mean nothing to us count as they are
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.http.answers import RequestRefused
+from celery_idempotent.keys.fingerprints import (
+    NoFormError,
+    Written,
+    fingerprint_of,
+    form,
+    quote,
+)
+from celery_idempotent.keys.rules import canonical
+from celery_idempotent.keys.stamp import MAX_CHARS
+from celery_idempotent.records import Identity
+
+logger = logging.getLogger(__name__)
+
+# -- the key -----------------------------------------------------------------------------------------------------------
+
+#: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
+MAX_HEADER_CHARS: Final = 1024
+
+_NAME = r"[a-z*][a-z0-9_.*-]*"
+_QUOTED = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
+#: What a parameter may be.
+_ITEM = "|".join(
+    (
+        r"-?[0-9]{1,15}(?:\.[0-9]{1,3})?",  # a number
+        _QUOTED,
+        r"[A-Za-z*][!#$%&'*+.^_`|~0-9A-Za-z:/-]*",  # a token
+        r":[A-Za-z0-9+/=]*:",  # bytes
+        r"\?[01]",  # a boolean
+        r"@-?[0-9]{1,15}",  # a date
+        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',  # a display string
+    )
+)
+#: Parameters mean nothing here, and RFC 9651 wants them ignored.
+_STRING: Final = re.compile(rf"({_QUOTED})(?:; *{_NAME}(?:=(?:{_ITEM}))?)*", re.ASCII)
+#: Visible ASCII but what begins, separates or escapes something in a structured field: servers join a header that was
+#: sent twice with a comma.
+_BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]*")
+
+
+def read_key(raw: object, *, required: bool = False) -> str | None:
+    r"""Return the key that a header means: ``"a\"b"`` is ``a"b``, ``17`` is ``"17"``; ``None`` without a header.
+
+    Raises:
+        RequestRefused: ``idempotency_key_missing``, if it is ``required``; ``idempotency_key_invalid``, if the header
+            is malformed, empty, doubled or too long. Its text says what is wrong and never repeats the value.
+    """
+    if raw is None:
+        if not required:
+            return None
+        raise RequestRefused(
+            "idempotency_key_missing",
+            "Send a header Idempotency-Key with a value that is new for each intention, such as a UUID, and the same "
+            "when you try again.",
+        )
+    if not isinstance(raw, str) or len(raw) > MAX_HEADER_CHARS:
+        raise _invalid(f"It has more than {MAX_HEADER_CHARS} characters.")
+    key = raw.strip(" ")
+    if not (key.isascii() and key.isprintable()):
+        raise _invalid("It has characters other than printable ASCII.")
+    if key.startswith('"'):
+        found = _STRING.fullmatch(key)
+        if found is None:
+            raise _invalid(
+                'It is no string of RFC 9651, such as "8e03978e-40d5": one string in double quotes.'
+            )
+        key = re.sub(r"\\(.)", r"\1", found[1][1:-1])
+    elif "," in key:
+        raise _invalid("It was sent more than once, or has a comma outside of double quotes.")
+    elif not _BARE.fullmatch(key):
+        raise _invalid('Without double quotes it has no spaces and none of " , ; and \\.')
+    if not key:
+        raise _invalid("It is empty.")
+    # With each of its characters escaped, and two quotes. A shorter one cannot be too long.
+    if 2 * len(key) + 2 > MAX_CHARS:
+        try:
+            canonical(key, task="of a request")
+        except InvalidKey as error:
+            raise _invalid(f"It{str(error).partition('of a request')[2]}") from None
+    return key
+
+
+def _invalid(why: str) -> RequestRefused:
+    return RequestRefused("idempotency_key_invalid", why)
+
+
+def http_identity(namespace: str, scope: object, key: str) -> Identity:
+    """Return the identity of a key of a caller: no caller sees a record of another.
+
+    Raises:
+        InvalidKey: if the key cannot be one, which :func:`read_key` refuses.
+        RequestRefused: ``caller_unknown``, without a scope, or if it cannot be one: it often comes from the request,
+            too. All callers in one scope would hand one visitor the answers of another.
+    """
+    if scope is None:
+        raise RequestRefused("caller_unknown", "Log in, or send credentials.")
+    text = canonical(key, task=namespace)
+    try:
+        whose = canonical(scope, what="scope", task=namespace)
+    except InvalidKey as error:
+        logger.warning("idempotency: a caller is refused: %s", error)
+        raise RequestRefused(
+            "caller_unknown", "What the request says of its sender is no name."
+        ) from None
+    return Identity(namespace=namespace, scope=whose, key=text)
+
+
+# -- the body ----------------------------------------------------------------------------------------------------------
+
+#: The form of a query string without fields.
+_NO_QUERY: Final = form({})
+
+
+def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) -> None:
+    """Compare the size of a body, which ``read`` receives and returns, with the one declared.
+
+    A WSGI server reports no error when a body breaks off: a reader gets less, as if that were all.
+
+    Raises:
+        RequestRefused: ``body_incomplete``, ``body_unreadable`` or ``request_too_large``.
+    """
+    text = str(content_length or "0").strip()
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
+        raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
+    size = declared = int(text)
+    if declared <= max_bytes:
+        try:
+            size = read()
+        except OSError:  # of a server that notices that it broke off
+            size = -1
+    if size > max_bytes:
+        raise RequestRefused(
+            "request_too_large", f"An idempotent request has up to {max_bytes} bytes."
+        )
+    if size < declared:
+        raise RequestRefused(
+            "body_incomplete",
+            "Less of it arrived than the request declares. Send the same request with the same key again.",
+        )
+
+
+def request_fingerprint(
+    method: str, path: str, query: Mapping[str, Sequence[str]] | None, body: str
+) -> bytes:
+    """Return the fingerprint of a request; ``body`` is the form of its body: :func:`body_form`, or one of your own."""
+    fields = form(dict(query)) if query else _NO_QUERY
+    return fingerprint_of(" ".join([quote(method), quote(path), fields, body]))
+
+
+def body_form(content_type: str, raw: bytes) -> str:
+    """Return the form of a body that is no HTML form; ``content_type`` is in lower case, without parameters."""
+    if content_type == "application/json" or content_type.endswith("+json"):
+        canonical = _json(raw)
+        if canonical is not None:
+            return f"json {canonical}"
+    return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def _json(raw: bytes) -> str | None:
+    """Return the canonical form of a JSON body; ``None`` if it is none, or too deep for one: then its bytes count."""
+    try:
+        return form(_DECODER.decode(raw.decode(json.detect_encoding(raw), "surrogatepass")))
+    except (ValueError, RecursionError, NoFormError):
+        return None
+
+
+def _number(text: str) -> float | Written:
+    """Return a JSON number with a point or an exponent: ``0.1`` and ``0.10`` are one number.
+
+    Every decimal of up to 15 digits is another float. Any other number counts as it is written.
+    """
+    is_exact = len(text) <= sys.float_info.dig + 1 and "e" not in text.lower()
+    return float(text) if is_exact else Written(text)
+
+
+_DECODER: Final = json.JSONDecoder(parse_float=_number)
