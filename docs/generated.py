@@ -55,10 +55,9 @@ def findings() -> dict[str, tuple[str, str]]:
 
 
 def _checks() -> str:
-    lines = []
-    for name, texts in findings().items():
-        problem, hint = (re.sub(r"\{[^}]*\}", "…", text) for text in texts)
-        lines += [f"### `{name}`", "", problem, "", f"**What to do:** {hint}", ""]
+    lines = ["| id | finding |", "|---|---|"]
+    for name, (problem, _) in findings().items():
+        lines.append(f"| `{name}` | {re.sub(r'{[^}]*}', '…', problem)} |")
     return "\n".join(lines)
 
 
