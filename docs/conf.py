@@ -55,11 +55,7 @@ html_sidebars = {
     ]
 }
 html_copy_source = False
-html_theme_options = {
-    "source_repository": repository,
-    "source_branch": "main",
-    "source_directory": "docs/",
-}
+html_theme_options: dict[str, object] = {"top_of_page_buttons": []}
 linkcheck_timeout = 10
 linkcheck_retries = 2
 # GitHub makes its anchors in the browser.
@@ -165,9 +161,60 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
     (output / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")
 
 
+#: What the theme leaves out, for readers without a mouse and for screen readers.
+ACCESSIBLE = {
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Pages">',
+    '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    "<pre>": '<pre tabindex="0">',
+    '<th class="head"><p></p></th>': "<td></td>",
+}
+
+
+def _accessible(app: Sphinx, error: Exception | None) -> None:
+    """Complete the pages by what :data:`ACCESSIBLE` says."""
+    if error is not None or app.builder.name != "html":
+        return
+    for page in Path(app.outdir).glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for found, better in ACCESSIBLE.items():
+            text = text.replace(found, better)
+        page.write_text(text, encoding="utf-8")
+
+
+#: Where the content of former pages is.
+MOVED = {
+    "admin": "operating.html#the-admin",
+    "atomic": "exactly-once.html",
+    "benchmarks": "comparison.html",
+    "checks": "operating.html#checks",
+    "choosing": "options.html",
+    "command-line": "operating.html#the-command-line",
+    "glossary": "internals.html#glossary",
+    "hybrid": "exactly-once.html#a-cache-before-the-database",
+    "incidents": "operating.html",
+    "life-of-a-record": "internals.html",
+    "monitoring": "operating.html#monitoring",
+    "reference": "options.html",
+    "sql": "exactly-once.html#how-the-store-works",
+}
+
+
+def _redirects(app: Sphinx, error: Exception | None) -> None:
+    """Write a page for each former address that leads to the new one."""
+    if error is not None or app.builder.name != "html":
+        return
+    for name, target in MOVED.items():
+        html = f'<!doctype html><title>Moved</title><meta http-equiv="refresh" content="0; url={target}">'
+        (Path(app.outdir) / f"{name}.html").write_text(html, encoding="utf-8")
+
+
 def setup(app: Sphinx) -> None:
     """Register what is done to each page, and after the last."""
     app.connect("env-get-outdated", _outdated)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _raises)
     app.connect("build-finished", _llms)
+    app.connect("build-finished", _accessible)
+    app.connect("build-finished", _redirects)

@@ -1,9 +1,8 @@
-"""Records what a program shows on a terminal, as an animated SVG: ``python docs/recording.py OUTPUT.svg PROGRAM …``.
+"""Records a program's terminal as an SVG that can be played: ``python docs/recording.py OUTPUT.svg PROGRAM …``.
 
 The program runs for real, on a pseudo-terminal. What it writes is read by a terminal emulator, whose screen is noted
-whenever it has changed. The picture has these screens side by side, and moves from one to the next at the times at
-which they were seen, divided by ``SPEED``. Where nothing moves (a reader who prefers so, no animations) it
-shows the last one.
+whenever it has changed. The picture has these screens side by side and shows the last one. Opened as
+``OUTPUT.svg#play`` it moves from one to the next at the times at which they were seen, divided by ``SPEED``.
 """
 
 from __future__ import annotations
@@ -138,15 +137,15 @@ def draw(screens: Sequence[Screen], *, title: str) -> str:
         for number, screen in enumerate(screens)
     )
     size = f'viewBox="0 0 {width:.1f} {height}" width="{width:.0f}" height="{height}"'
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" id="play" {size} role="img">
 <title>{escape(title)}</title>
 <style>
 text{{font:14px/1 {_FONTS};white-space:pre;fill:{_COLORS["default"]}}}
 .b{{font-weight:bold}}
 {"".join(f".{name}{{fill:{color}}}" for name, color in _COLORS.items())}
-#strip{{{last};animation:play {total_s:.2f}s step-end infinite}}
+#strip{{{last}}}
+#play:target #strip{{animation:play {total_s:.2f}s step-end infinite}}
 @keyframes play{{{moves}}}
-@media (prefers-reduced-motion:reduce){{#strip{{animation:none}}}}
 </style>
 <defs>{"".join(_drawn(line, name) for line, name in names.items())}</defs>
 <rect width="100%" height="100%" rx="8" fill="{_BACKGROUND}"/>
