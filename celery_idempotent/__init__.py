@@ -58,16 +58,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Resolve what needs Celery once it is asked for.
-
-    ``IdempotentTask`` is in a Django project the class with ``delay_on_commit``, else the plain one.
-    """
-    if name == "IdempotentTask":
-        found: object = import_module("celery_idempotent.celery.task").IdempotentTask
-        if os.environ.get("DJANGO_SETTINGS_MODULE"):
-            with suppress(ImportError):
-                found = import_module("celery_idempotent.django").IdempotentTask
-    else:
+    """Import ``IdempotentTask`` once it is asked for; in a Django project it has ``delay_on_commit``."""
+    if name != "IdempotentTask":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = import_module("celery_idempotent.celery.task").IdempotentTask
+    if os.environ.get("DJANGO_SETTINGS_MODULE"):
+        with suppress(ImportError):
+            found = import_module("celery_idempotent.django").IdempotentTask
     globals()[name] = found
     return found

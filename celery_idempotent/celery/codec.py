@@ -13,7 +13,6 @@ from celery.result import ResultBase
 from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
-from celery_idempotent.protocol.claim import STEP_BYTES
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import WITHOUT_VALUE, EndState, State, Stored
 from celery_idempotent.serializers import (
@@ -94,9 +93,8 @@ class TaskCodec:
         Raises:
             IdempotencyError: if it cannot be, or is too large.
         """
-        most = min(self._policy.max_result_bytes, STEP_BYTES)
         try:
-            return self._serializer.dump(value, max_bytes=most)
+            return self.dump_given(value)
         except NotStored as problem:
             raise IdempotencyError(
                 f"The result of step {name!r} of {self._task} cannot be recorded ({problem}): let the step return what "

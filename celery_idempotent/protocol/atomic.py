@@ -23,13 +23,11 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.errors import STORE_ERRORS, LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import Phase
 from celery_idempotent.protocol.run import (
-    UNFINISHED,
     Body,
     Run,
     end_of,
     find_newer_claim,
     note_end,
-    refuse_unfinished,
     release,
 )
 from celery_idempotent.records import State
@@ -121,8 +119,6 @@ class _Attempt:
                         raise
                     self.replaced_by = error
                 run.shield.closed = True
-                if isinstance(self.value, UNFINISHED):
-                    raise refuse_unfinished(run, self.value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._stage, run.settling_since = Stage.SETTLING, time.monotonic()

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from celery_idempotent import backoff
-from celery_idempotent.errors import IdempotencyError, LeaseLost
+from celery_idempotent.errors import LeaseLost
 from celery_idempotent.records import Identity, Record, Renewal, Stored
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ T = TypeVar("T")
 
 #: The longest pause between two tries while the body waits for the store, in seconds.
 _LONGEST_PAUSE = 1.0
-
-#: The most bytes that one step may return, and all steps of a record. MariaDB accepts statements of 16 MiB by default,
-#: in which some bytes count twice.
-STEP_BYTES = 1024 * 1024
-STEPS_BYTES = 6 * STEP_BYTES
 
 
 class Phase(enum.Enum):
@@ -194,8 +189,7 @@ class Claim:
             LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else its effect
                 was not recorded.
             StoreUnavailable: if the store could not be reached for the length of a lease.
-            IdempotencyError: if the result cannot be serialized, or is too large; or, before ``function`` is called,
-                if the results of earlier steps leave no room for another one.
+            IdempotencyError: if the result cannot be serialized, or is too large.
         """
         if self._is_unprotected:
             done = self.codec.dump_step(name, function(*args, **kwargs))
@@ -203,12 +197,6 @@ class Claim:
         if name not in self.steps:
             if self.lost or self.phase is not Phase.RUNNING:
                 raise self._gone()
-            if sum(len(step.body) for step in self.steps.values()) > STEPS_BYTES - STEP_BYTES:
-                raise IdempotencyError(
-                    f"Step {name!r} of {self.identity} is not begun: the results of the steps before it leave "
-                    f"too little of the {STEPS_BYTES:,} bytes that a record keeps of all steps. Return less from "
-                    "them: an id, instead of what it stands for."
-                )
             with nullcontext() if self.transaction is None else self.transaction.read_only():
                 result = function(*args, **kwargs)
             done = self.codec.dump_step(name, result)

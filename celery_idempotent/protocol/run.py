@@ -1,4 +1,4 @@
-"""A run: claim, refuse poison, heartbeat, body, settle or release, report.
+"""A run: claim, refuse poison, heartbeat, body, settle or release, report; independent of Celery.
 
 ::
 
@@ -11,8 +11,7 @@
       ├────▶ Mismatched ──▶ FingerprintMismatch
       └────▶ no answer ───▶ store_failed, or a run without protection
 
-It knows the store and the policy, and nothing of Celery. A caller, a delivery of a task or a request of a view, is a
-subclass of :class:`Run`: its hooks say what becomes of the call.
+The caller, a delivery of a task or a request of a view, is a subclass of :class:`Run`: its hooks answer the call.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from celery_idempotent import backoff, errors, signals
@@ -73,9 +72,6 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 
 #: A value of this many bytes may be why a server closes the connection, as if it were away.
 LARGE_VALUE = 64 * 1024
-
-#: Values of these classes have run nothing yet.
-UNFINISHED = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 #: The outcome that a duplicate of an observed task would have had, by the answer to its claim.
 _OBSERVED = {
@@ -252,8 +248,6 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         else:
             value = run.in_transaction(run, body)
         run.shield.closed = True
-        if isinstance(value, UNFINISHED) and run.policy.mode != "observe":
-            raise refuse_unfinished(run, value)
     except BaseException as error:
         run.shield.closed = True
         _end_failed(run, error)
@@ -271,19 +265,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         current_run.reset(outer)
 
 
-def refuse_unfinished(run: Run, value: Any) -> errors.IdempotencyError:
-    """Close a coroutine or generator that a body returned, and return the error."""
-    if not isinstance(value, AsyncGeneratorType):
-        value.close()
-    return errors.IdempotencyError(
-        f"{run.name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. "
-        "A task runs what it has to do before it returns, by asyncio.run(…) for example."
-    )
-
-
-def _ask(
-    run: Run, verb: Callable[[], T], *, until: float, retried: type[Exception] = Exception
-) -> T:
+def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:
     """Return the answer of a verb of the store; without one ask again, ``until`` then (``time.monotonic``).
 
     A process that is ending asks once more, at once.
@@ -297,7 +279,7 @@ def _ask(
             run.shield.waiting = True
             answer = verb()
             run.shield.waiting = False
-        except (retried, VerbInterruptedError) as error:  # noqa: PERF203  the next try may not fail
+        except Exception as error:  # noqa: PERF203  the next try may not fail
             run.shield.waiting = False
             left = until - time.monotonic()
             if left <= 0:
@@ -338,11 +320,11 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
     try:
         run.store = run.open_store()
         claim = partial(run.store.claim, request)
-        answer = _ask(run, claim, until=until, retried=errors.StoreUnavailable)
+        answer = _ask(run, claim, until=until)
         while not policy.retention_ms and _is_mark(answer, run):
             forget = partial(run.store.forget_mark, run.identity, token=answer.record.token)
-            _ask(run, forget, until=until, retried=errors.StoreUnavailable)
-            answer = _ask(run, claim, until=until, retried=errors.StoreUnavailable)
+            _ask(run, forget, until=until)
+            answer = _ask(run, claim, until=until)
     except STORE_ERRORS as error:
         return error
     return answer
@@ -468,7 +450,9 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
             # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
             return run.store.settle(end) if tries > 1 else run.write_end(end)
         except Exception as error:
-            if tries > 1 and _is_refused(end.value, error):
+            is_away = isinstance(error, (errors.StoreUnavailable, VerbInterruptedError))
+            is_large = end.value is not None and len(end.value.body) >= LARGE_VALUE
+            if tries > 1 and end.value is not None and (is_large or not is_away):
                 _warn_without_value(run, end.state, error)
                 end = replace(end, value=None)
             raise
@@ -478,19 +462,16 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
         until = 0.0 if observed else run.settling_since + run.policy.lease_ms / 1000
         written = _ask(run, write, until=until)
     except Exception as error:  # noqa: BLE001  of the store
-        _give_up(run, error)
+        run.phase = Phase.ENDED
+        if observed:
+            logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
+        else:
+            run.report(signals.settle_failed, run.record, error=error)
     else:
         if written:
             note_end(run, end.state, failure)
         else:
             _lose(run)
-
-
-def _is_refused(value: Stored | None, error: Exception) -> bool:
-    """May the value be what the store does not take?"""
-    if value is None or isinstance(error, VerbInterruptedError):
-        return False
-    return len(value.body) >= LARGE_VALUE or not isinstance(error, errors.StoreUnavailable)
 
 
 def _warn_without_value(run: Run, state: EndState, error: Exception) -> None:
@@ -509,15 +490,6 @@ def note_end(run: Run, state: EndState, error: BaseException | None = None) -> N
     run.report(signals.settled, run.record, state=state, error=error, seconds=took)
     if run.has_callbacks:
         run.settled(state)
-
-
-def _give_up(run: Run, error: Exception) -> None:
-    """Report that the end state of a finished body cannot be written."""
-    run.phase = Phase.ENDED
-    if run.policy.mode == "observe":
-        logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
-    else:
-        run.report(signals.settle_failed, run.record, error=error)
 
 
 # -- to release --------------------------------------------------------------------------------------------------------
@@ -547,7 +519,7 @@ def _end_failed(run: Run, error: BaseException) -> None:
         # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
         run.phase = Phase.ENDED
     elif (
-        release(run, error=error) is False
+        not release(run, error=error)
         and isinstance(error, Exception)
         and not find_newer_claim(run)
         and isinstance(error, errors.LeaseLost)
@@ -566,10 +538,8 @@ def _is_final(run: Run, error: BaseException) -> bool:
     return isinstance(error, run.policy.permanent_errors) or (run.keeps_failure and not run.steps)
 
 
-def release(
-    run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None
-) -> bool | None:
-    """Give the key back; ``False``: there was nothing to release, ``None``: the store is away, the lease ends it.
+def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None) -> bool:
+    """Give the key back, or leave it to the lease if the store is away; ``False``: there was nothing to release.
 
     Also from within the body, before a retry or a replacement with this key is published. ``requeue_ms``: the call
     comes again within this time, or a sweep sends the record's message, if any. Where ``error`` ends the process there
@@ -585,7 +555,7 @@ def release(
     except Exception as trouble:  # noqa: BLE001  of the store
         line = "idempotency: could not release %s, its lease will end it: %s"
         logger.warning(line, run.identity, trouble)
-        return None
+        return True
     else:
         if released:
             state = State.INTERRUPTED if run.steps else None  # None: it is deleted
@@ -599,15 +569,12 @@ def release(
 
 def find_newer_claim(run: Run) -> bool:
     """Has the key a newer claim? Then report that: this call is its duplicate."""
-    try:
+    with suppress(*STORE_ERRORS):
         found = run.store.get(run.identity)
-    except STORE_ERRORS:
-        return False
-    # A record that is gone was released or forgotten: the key is free.
-    if found is None or found.token == run.token:
-        return False
-    _lose(run)
-    return True
+        if found is not None and found.token != run.token:  # else the key is free, or still ours
+            _lose(run)
+            return True
+    return False
 
 
 def _lose(run: Run) -> None:

@@ -10,8 +10,6 @@ import redis
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.claim import STEP_BYTES, STEPS_BYTES
 from celery_idempotent.records import State
 from celery_idempotent.testing import deliver
 from tests.sql.databases import rows
@@ -90,28 +88,3 @@ def small_redis(private_redis: EmbeddedRedis) -> Iterator[str]:
 @pytest.mark.redis
 def test_a_result_larger_than_redis_accepts_is_left_out(small_redis: str):
     assert Shop(small_redis).pays_once(2 * MIB).value is None
-
-
-def test_a_step_without_room_for_its_result_is_not_begun(use_database: Callable[..., str]):
-    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.idempotency_store = f"django://{use_database('mariadb')}"
-    begun: list[int] = []
-
-    def part(n: int) -> str:
-        begun.append(n)
-        return "'" * 900_000
-
-    @app.task(base=IdempotentTask, name="pay", shared=False, bind=True, idempotency_key="order")
-    def pay(self: Any, order: str) -> None:
-        for n in range(10):
-            self.idempotency.step(f"{n}", part, n)
-
-    ended = deliver(pay, "17")
-    assert isinstance(ended.value, IdempotencyError)
-    room = (STEPS_BYTES - STEP_BYTES) // 900_002 + 1
-    assert begun == list(range(room))
-    record = pay.idempotency_record("17")
-    assert record is not None
-    assert len(record.steps) == room
-    deliver(pay, "17")
-    assert begun == list(range(room))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError, IdempotentTask, InvalidOption
+from celery_idempotent import IdempotentTask, InvalidOption
 from celery_idempotent.stores.memory import MemoryStore
 
 
@@ -97,19 +97,3 @@ def test_what_a_base_runs_is_guarded_until_its_end(app: Celery, base: Any) -> No
     assert task.idempotency_record("k") is None  # a failure gives the key back
     assert [task.apply(("k",)).get() for _ in range(3)] == ["receipt 2"] * 3
     assert runs == ["k", "k"]
-
-
-def hidden(body: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(key: str) -> Any:
-        return body(key)
-
-    return wrapper
-
-
-@pytest.mark.parametrize("body", [coroutine, generator, async_generator])
-def test_what_hides_behind_a_decorator_fails_and_settles_nothing(app: Celery, body: Any) -> None:
-    task = define(app, hidden(body))
-    error = task.apply(("k",)).result
-    assert isinstance(error, IdempotencyError)
-    assert "that was not run" in str(error)
-    assert task.idempotency_record("k") is None
