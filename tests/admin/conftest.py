@@ -58,14 +58,7 @@ def database(project: None) -> Iterator[None]:
 
     from celery_idempotent.django import models
 
-    for model in (
-        LogEntry,
-        Session,
-        User,
-        models.Record,
-        models.Counter,
-        models.Mark,
-    ):
+    for model in (LogEntry, Session, User, models.Record, models.Counter, models.Mark):
         model._default_manager.all().delete()
 
 
@@ -86,29 +79,13 @@ def postgresql(_postgresql: str) -> str:
     return _postgresql
 
 
-@pytest.fixture(
-    params=[
-        "redis",
-        "sql",
-        pytest.param("memory", marks=pytest.mark.wide),
-        pytest.param("hybrid", marks=pytest.mark.wide),
-    ]
-)
+@pytest.fixture(params=["redis", "sql"])
 def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
-    """Every kind of store in turn, empty."""
-    match request.param:
-        case "memory":
-            url = "memory://"
-        case "redis":
-            prefix = request.getfixturevalue("prefix")
-            url = f"{request.getfixturevalue('redis_url')}?prefix={prefix}"
-        case "hybrid":
-            prefix = request.getfixturevalue("prefix")
-            truth = request.getfixturevalue("postgresql")
-            redis_url = request.getfixturevalue("redis_url")
-            url = f"hybrid+{redis_url}?prefix={prefix}&truth={truth}"
-        case _:
-            url = "django://default"
+    """A store of each kind in turn, empty."""
+    url = "django://default"
+    if request.param == "redis":
+        prefix = request.getfixturevalue("prefix")
+        url = f"{request.getfixturevalue('redis_url')}?prefix={prefix}"
     store = open_store(url)
     yield store
     store.close()

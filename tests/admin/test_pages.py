@@ -47,9 +47,7 @@ FOUND: list[tuple[dict[str, str], set[str]]] = [
     ({"state": "live"}, {"live", "queued"}),
     ({"state": "PROCESSING"}, {"live", "stale"}),
     ({"state": "stale"}, {"stale"}),
-    ({"state": "QUEUED"}, {"queued"}),
     ({"state": "FAILED"}, {"failed"}),
-    ({"state": "INTERRUPTED"}, {"interrupted"}),
     ({"state": "COMPLETED"}, {"done", "elsewhere"}),
     ({"task": "shop.ship"}, {"elsewhere"}),
     ({"scope": "tenant-1"}, {"done"}),
@@ -73,19 +71,18 @@ def test_a_task_id_finds_what_its_task_left_unfinished_or_failed(
     store: Store, serve: Serve, operator: Client
 ) -> None:
     serve(store)
-    ids = [f"5b0d3c5e-0000-4000-8000-00000000001{n}" for n in range(4)]
-    claim(store, "live", task_id=ids[0])
-    settle(store, claim(store, "failed", task_id=ids[1]), State.FAILED)
-    crashed = claim(store, "crashed", task_id="5b0d3c5e-0000-4000-8000-000000000000")
-    store.interrupt(crashed.identity, token=crashed.token)
-    again = claim(store, "crashed", task_id=ids[2])  # a later delivery, under another id
-    store.interrupt(again.identity, token=again.token)
-    settle(store, claim(store, "done", task_id=ids[3]))
-    for task_id, key in zip(ids, ("live", "failed", "crashed"), strict=False):
-        assert keys(operator.get(LIST, {"key": task_id})) == {key}
-        assert keys(operator.get(LIST, {"key": task_id, "task": "shop.ship"})) == set()
+    claim(store, "live", task_id="id-of-live")
+    settle(store, claim(store, "failed", task_id="id-of-failed"), State.FAILED)
+    for task_id in ("first", "id-of-crashed"):  # a later delivery, under another id
+        crashed = claim(store, "crashed", task_id=task_id)
+        store.interrupt(crashed.identity, token=crashed.token)
+    settle(store, claim(store, "done", task_id="id-of-done"))
+    for key in ("live", "failed", "crashed"):
+        about = {"key": f"id-of-{key}"}
+        assert keys(operator.get(LIST, about)) == {key}
+        assert keys(operator.get(LIST, {**about, "task": "shop.ship"})) == set()
     # No store has an index of task ids: the page says so.
-    answer = operator.get(LIST, {"key": ids[3]})
+    answer = operator.get(LIST, {"key": "id-of-done"})
     assert keys(answer) == set()
     assert "no index of task ids" in text(answer)
 
@@ -168,8 +165,6 @@ def test_long_results_are_cut(memory: Store, serve: Serve, operator: Client) -> 
 BAD = [
     {"state": "DONE"},
     {"age": "1y"},
-    {"task": "x" * 256},
-    {"scope": "x" * 256},
     {"scope": "user " + "\u20ac" * 250},
     {"key": "x" * 256},
     {"key": "a\0b"},
@@ -189,7 +184,6 @@ def test_a_bad_query_is_400_and_says_so(store: Store, serve: Serve, operator: Cl
 
 NO_RECORDS = [
     "x",
-    "[]",
     '["a","b"]',
     '["a","b",3]',
     '["","","k"]',
