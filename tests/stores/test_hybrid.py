@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,29 +16,18 @@ from celery_idempotent.django import hybrid
 from celery_idempotent.django.hybrid import Cache, HybridStore
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Mismatched,
-    ReserveRequest,
-    Settled,
-    SettleRequest,
-    State,
-    Stored,
-)
+from celery_idempotent.records import Claimed, Mismatched, Settled, State, Stored
 from celery_idempotent.stores import open_store
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
+from tests.stores import verbs
 from tests.stores.hybrids import BadLink, MemoryHybrid
 from tests.stores.shifted import Shift
+from tests.stores.verbs import KEEP_MS, KEY, VALUE, settle
 
 pytestmark = pytest.mark.redis
 
-KEY = Identity(namespace="charge", scope="acct_1", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 FINGERPRINT, OTHER = bytes(16), bytes(range(16))
-LEASE_MS, KEEP_MS = 60_000, 120_000
 
 
 @pytest.fixture
@@ -102,22 +90,13 @@ class TestContract(StoreContract):
 
 
 def ask(store: Any, **changes: Any) -> Any:
-    asked = {
-        "attempt": os.urandom(8),
-        "lease_ms": LEASE_MS,
-        "keep_ms": KEEP_MS,
-        "fingerprint": FINGERPRINT,
-        "task_id": "another",
-    }
-    return store.claim(ClaimRequest(identity=KEY, **{**asked, **changes}))
+    return verbs.ask(store, **{"fingerprint": FINGERPRINT, "task_id": "another", **changes})
 
 
 def complete(store: Any, state: Any = State.COMPLETED, **changes: Any) -> Any:
-    answer = ask(store, task_id="first")
-    assert isinstance(answer, Claimed)
-    settled = {"state": state, "value": VALUE, "keep_ms": KEEP_MS, **changes}
-    assert store.settle(SettleRequest(record=answer.record, **settled))
-    return answer.record
+    record = verbs.claim(store, fingerprint=FINGERPRINT, task_id="first")
+    assert settle(store, record, state, **changes)
+    return record
 
 
 @contextmanager
@@ -147,11 +126,8 @@ class TestAnswers:
     def test_a_publish_of_a_settled_key_is_answered_by_the_cache(self, store):
         complete(store)
         for fingerprint, count, kind in ((FINGERPRINT, 0, Settled), (OTHER, 1, Mismatched)):
-            asked = ReserveRequest(
-                identity=KEY, task_id="b", deadline_ms=1, keep_ms=1, fingerprint=fingerprint
-            )
             with looks(store, count):
-                assert isinstance(store.reserve(asked), kind)
+                assert isinstance(verbs.reserve(store, fingerprint=fingerprint), kind)
 
     def test_its_age_goes_on_by_the_clock_of_the_cache(self, store, clock):
         complete(store)
@@ -161,9 +137,7 @@ class TestAnswers:
     @pytest.mark.parametrize(("known", "asked"), [(None, OTHER), (FINGERPRINT, None)])
     def test_a_fingerprint_that_either_side_lacks_is_equal_to_any(self, store, known, asked):
         record = ask(store, fingerprint=known, task_id="first").record
-        store.settle(
-            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
-        )
+        settle(store, record, value=None)
         with looks(store, 0):
             assert isinstance(ask(store, fingerprint=asked), Settled)
 
@@ -179,9 +153,7 @@ class TestAnswers:
 
     def test_of_a_settle_that_is_repeated_the_first_value_is_cached(self, store):
         record = complete(store)
-        assert store.settle(
-            SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=KEEP_MS)
-        )
+        assert settle(store, record, State.FAILED, value=None)
         assert store.cache.look(KEY).record == store.get(KEY)
         assert store.get(KEY).value == VALUE
 
@@ -190,9 +162,7 @@ class TestAnswers:
         assert 0 < redis_client.pttl(entry()) <= 5_000
         redis_client.delete(entry())
         clock.advance(2_000)
-        assert store.settle(
-            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=1)
-        )
+        assert settle(store, record, value=None, keep_ms=1)
         assert 0 < redis_client.pttl(entry()) <= 3_000
         assert 2_000 <= ask(store).age_ms <= 4_000
 
@@ -201,7 +171,7 @@ class TestAnswers:
     )
     def test_what_is_not_cached(self, store, entry, state):
         record = ask(store, task_id="first").record
-        ending: Any = {"state": State.FAILED, "value": None, "keep_ms": KEEP_MS}
+        ending: Any = {"value": None}
         match state:
             case "too short":
                 ending["keep_ms"] = hybrid._TICKET_MS
@@ -216,7 +186,7 @@ class TestAnswers:
         if state == "not settled":
             store.fill(KEY)
         else:
-            assert store.settle(SettleRequest(record=record, **ending))
+            assert settle(store, record, State.FAILED, **ending)
         assert entry() is None
 
     @pytest.mark.parametrize("content", [b"", b"S", b"X" * 60, b"C" * 60, "a running claim"])
@@ -262,15 +232,12 @@ class TestForget:
         with looks(store, 0):
             assert ask(store).record.state is State.FAILED
         seen = store.get(KEY)
-        completed = SettleRequest(
-            record=seen, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS, restore=False
-        )
         link.mode = "away"
         with pytest.raises(StoreUnavailable, match="nothing was changed"):
-            store.settle(completed)
+            settle(store, seen, restore=False)
         assert store.get(KEY) == seen
         link.mode = "well"
-        assert store.settle(completed)
+        assert settle(store, seen, restore=False)
         assert ask(store).record.state is State.COMPLETED
 
     def test_a_copy_made_while_the_record_was_deleted_goes_with_it(
@@ -361,9 +328,7 @@ class TestTrouble:
             return at(identity, verb)
 
         store._at = settle_and_fail
-        assert store.settle(
-            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
-        )
+        assert settle(store, record, value=None)
         assert entry() is None
 
     def test_nothing_is_cached_of_a_transaction_that_may_be_undone(self, store, entry):

@@ -10,13 +10,9 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from celery_idempotent.records import (
-    Identity,
-    State,
-)
+from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.contract import StoreContract
-from tests.stores.beyond import doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
 from tests.stores.verbs import KEY, claim, reserve, settle
@@ -69,9 +65,6 @@ class TestRedis(RedisContract):
     @pytest.fixture
     def nodes(self, redis_client: redis.Redis) -> list[redis.Redis]:
         return [redis_client]
-
-    def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
-        doubles_ten_times(store, advance)
 
     def test_the_token_of_a_reservation_given_back_is_not_given_out_again(self, store, stop_at):
         now_ms = time.time_ns() // 1_000_000

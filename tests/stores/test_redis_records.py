@@ -11,7 +11,6 @@ import redis
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     Identity,
-    Renewal,
     ReserveRequest,
     Selection,
     State,
@@ -43,27 +42,6 @@ def indexes(client: Any, names) -> tuple[dict[bytes, float], dict[bytes, float]]
         dict(client.zrange(names[1], 0, -1, withscores=True)[:-1]),  # without the largest token
         dict(client.zrange(names[2], 0, -1, withscores=True)),
     )
-
-
-def test_the_index_of_leases_has_the_deadline_of_each_processing_record(
-    redis_store, redis_client, names
-):
-    record = claim(redis_store)
-    assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
-    lease = Renewal(identity=KEY, token=record.token, lease_ms=2 * LEASE_MS, keep_ms=KEEP_MS)
-    redis_store.renew([lease])
-    found = redis_store.get(KEY)
-    assert found.deadline_ms > record.deadline_ms
-    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
-
-
-def test_a_reservation_made_again_moves_the_deadline(redis_store, redis_client, names, advance):
-    asked = {"identity": KEY, "task_id": "task-1", "keep_ms": KEEP_MS}
-    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
-    advance(LEASE_MS / 2)
-    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
-    found = redis_store.get(KEY)
-    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
 
 
 def test_a_failed_record_is_indexed_until_its_retention_ends(
@@ -123,21 +101,10 @@ def test_sweeps_with_a_limit_begin_anywhere(redis_store):
     assert first == set(found.values())
 
 
-def test_a_key_that_is_given_back_leaves_the_index(redis_store, redis_client, names):
-    assert redis_store.release(KEY, token=claim(redis_store).token)
-    assert indexes(redis_client, names) == ({}, {})
-
-
 def test_a_prune_keeps_to_its_limit(redis_store, redis_client):
     for index in redis_store._keys.index(b"!failures")[:50]:
         redis_client.zadd(index, {"gone": 1})
     assert [redis_store.prune(limit=20) for _ in range(4)] == [20, 20, 10, 0]
-
-
-def test_a_failed_record_that_is_forgotten_leaves_the_index(redis_store, redis_client, names):
-    settle(redis_store, claim(redis_store), State.FAILED)
-    redis_store.forget(KEY)
-    assert indexes(redis_client, names) == ({}, {})
 
 
 def test_a_failed_record_that_is_claimed_anew_counts_no_more(redis_store, advance):

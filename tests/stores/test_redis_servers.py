@@ -40,10 +40,7 @@ def open_store(url: str) -> Any:
 def use(store):
     """Use every verb, so that every script runs."""
     record = claim(store)
-    assert isinstance(
-        ask(store),
-        Held,
-    )
+    assert isinstance(ask(store), Held)
     assert renew(store, record, lease_ms=1) == [True]
     time.sleep(0.005)
     assert [swept.identity for swept in store.sweep(limit=10).interrupted] == [KEY]
@@ -68,10 +65,7 @@ def use(store):
 
 def use_reserved(store):
     """Use the verbs of reserved keys, steps and messages, so that every script runs."""
-    assert isinstance(
-        reserve(store),
-        Reserved,
-    )
+    assert isinstance(reserve(store), Reserved)
     record = claim(store, lease_ms=1, on_stale="requeue", message=b"{}")
     assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
     time.sleep(0.005)
@@ -87,22 +81,15 @@ def use_reserved(store):
 class TestUnixSocket:
     @pytest.mark.parametrize("binary", [redis_binary, valkey_binary])
     def test_a_store_uses_a_unix_socket(self, tmp_path, binary):
-        with running(
-            binary(),
-            tmp_path,
-            "--unixsocket",
-            "s",
-            "--requirepass",
-            "pw",
-            client={"password": "pw"},
-        ) as server:
+        options = ("--unixsocket", "s", "--requirepass", "++s3cret:/@")
+        client = {"password": "++s3cret:/@"}
+        with running(binary(), tmp_path, *options, client=client) as server:
             path = tmp_path / str(server.port) / "s"
-            store = open_store(f"unix://:pw@{path}?db=3&prefix=mine")
+            store = open_store(f"unix://:%2B%2Bs3cret%3A%2F%40@{path}?db=3&prefix=mine")
             use(store)
             claim(store)
-            client = redis.Redis(unix_socket_path=str(path), password="pw", db=3)
-            assert all(name.startswith(b"mine:{") for name in client.scan_iter())
-            client.close()
+            with redis.Redis(port=server.port, db=3, **client) as client:
+                assert all(name.startswith(b"mine:{") for name in client.scan_iter())
 
 
 @pytest.fixture(scope="module")
@@ -152,45 +139,17 @@ class TestTLS:
             store.get(KEY)
 
 
-@pytest.fixture(scope="module")
-def acl_server(tmp_path_factory: pytest.TempPathFactory):
-    directory = tmp_path_factory.mktemp("acl")
-    with running(redis_binary(), directory) as server:
-        server.client.acl_setuser(
-            "idem",
-            enabled=True,
-            passwords=["++s3cret:/@"],
-            keys=["idem:*"],
-            commands=[
-                f"+{command}"
-                for command in (
-                    *("evalsha", "eval", "get", "getrange", "set", "setrange", "del"),
-                    *("pexpire", "pttl", "time", "zadd", "zrem", "zrangebyscore"),
-                    "zremrangebyscore",
-                )
-            ],
-        )
-        yield server
+class TestPasswords:
+    """Rights are in test_redis_rights.py."""
 
-
-class TestACL:
-    def test_these_rights_are_enough(self, acl_server: Server):
-        use(open_store(f"redis://idem:%2Bs3cret%3A%2F%40@127.0.0.1:{acl_server.port}"))
-
-    def test_a_wrong_password_is_a_misconfiguration_and_not_told(self, acl_server: Server):
-        store = open_store(f"redis://idem:hunter2@127.0.0.1:{acl_server.port}")
-        with pytest.raises(StoreMisconfigured, match="password") as caught:
-            store.get(KEY)
-        assert "hunter2" not in f"{caught.value} {store!r}"
-
-    def test_a_missing_password_is_a_misconfiguration(self, tmp_path):
-        with (
-            running(
-                redis_binary(), tmp_path, "--requirepass", "pw", client={"password": "pw"}
-            ) as server,
-            pytest.raises(StoreMisconfigured),
-        ):
-            open_store(server.url).get(KEY)
+    @pytest.mark.parametrize("login", ["", "idem:hunter2@"])
+    def test_a_wrong_or_missing_password_is_a_misconfiguration_and_not_told(self, tmp_path, login):
+        password = {"password": "pw"}
+        with running(redis_binary(), tmp_path, "--requirepass", "pw", client=password) as server:
+            store = open_store(f"redis://{login}127.0.0.1:{server.port}")
+            with pytest.raises(StoreMisconfigured, match="password") as caught:
+                store.get(KEY)
+            assert "hunter2" not in f"{caught.value} {store!r}"
 
 
 class TestParsers:
