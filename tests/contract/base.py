@@ -173,21 +173,29 @@ class ContractBase:
         (renewed,) = store.renew([self.lease(record, **changes)])
         return renewed
 
-    def bring_to(self, store: Store, advance: Advance, state: str, **changes: object) -> Record:
-        """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
+    def bring_to(
+        self,
+        store: Store,
+        advance: Advance | None,
+        state: str,
+        identity: Identity = KEY,
+        /,
+        **changes: object,
+    ) -> Record:
+        """Bring a key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
         if state == "QUEUED":
             wanted = ("task_id", "fingerprint", "message")
-            return self.reserve(store, **{n: v for n, v in changes.items() if n in wanted})
-        record = self.claim(store, **changes)
+            asked = {name: value for name, value in changes.items() if name in wanted}
+            return self.reserve(store, identity, **asked)
+        record = self.claim(store, identity, **changes)
         if state == "STALE":
+            assert advance is not None
             advance(self.lease_ms + 1)
         elif state == "INTERRUPTED":
-            assert store.interrupt(record.identity, token=record.token)
+            assert store.interrupt(identity, token=record.token)
         elif state in END_STATE_BY_NAME:
             assert self.settle(store, record, END_STATE_BY_NAME[state])
-        found = store.get(record.identity)
-        assert found is not None
-        return found
+        return self.found(store, identity)
 
     def requeueable(self, store: Store, advance: Advance, **changes: object) -> Record:
         """Claim the key with a message and let the lease run out; return the record."""

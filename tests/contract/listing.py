@@ -10,7 +10,6 @@ import pytest
 from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
-    END_STATE_BY_NAME,
     EVERY,
     KEY,
     MESSAGE,
@@ -41,15 +40,7 @@ class ListingContract(ContractBase):
 
     def make(self, store: Store, state: str, key: str) -> Record:
         """Bring a key of its own into a state."""
-        identity = dataclasses.replace(KEY, key=key)
-        if state == "QUEUED":
-            return self.reserve(store, identity)
-        record = self.claim(store, identity)
-        if state == "INTERRUPTED":
-            store.interrupt(identity, token=record.token)
-        elif state in END_STATE_BY_NAME:
-            self.settle(store, record, END_STATE_BY_NAME[state])
-        return self.found(store, identity)
+        return self.bring_to(store, None, state, dataclasses.replace(KEY, key=key))
 
     def test_an_empty_store_lists_and_counts_nothing(self, store: Store) -> None:
         page = store.list(Selection())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
@@ -153,27 +152,6 @@ class UpkeepContract(ContractBase):
         assert report.requeued == ()
         assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
         assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
-
-    def test_a_message_that_nobody_sent_is_requeued_for_twice_as_long(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """While no worker runs, each sweep would publish one more copy: after a weekend there would be thousands. The
-        pause doubles, so there are a few.
-        """
-        self.requeueable(store, advance)
-        waited = self.lease_ms // 4
-        (record,) = store.sweep(limit=10, requeue_ms=waited).requeued
-        for _ in range(4):
-            assert store.sweep(limit=10, requeue_ms=waited).requeued == ()
-            assert record.deadline_ms is not None
-            advance(record.deadline_ms - store.now_ms() + 1)
-            (again,) = store.sweep(limit=10, requeue_ms=self.lease_ms // 4).requeued
-            waited *= 2
-            assert again.deadline_ms is not None
-            # No crash: it was never claimed.
-            assert again == dataclasses.replace(record, deadline_ms=again.deadline_ms)
-            assert again.deadline_ms - record.deadline_ms >= waited
-            record = again
 
     def test_the_times_doubled_are_counted_over_claims(
         self, store: Store, advance: Advance

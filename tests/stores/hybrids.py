@@ -15,6 +15,7 @@ from celery_idempotent.records import Identity
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.servers import Command, Link
 from celery_idempotent.stores.table import Snapshot
+from tests.stores.shifted import LinkProxy
 
 T = TypeVar("T")
 
@@ -37,23 +38,14 @@ class MemoryHybrid(CachingStore, CountedMemory):
         self.cache = cache
 
 
-class CountingLink:
+class CountingLink(LinkProxy):
     """Counts the exchanges, each a round trip."""
 
-    def __init__(self, link: Link) -> None:
-        self.where = link.where
-        self.trips = 0
-        self._link = link
+    trips = 0
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
         self.trips += 1
         return self._link.exchange(commands)
-
-    def nodes(self) -> Sequence[Any]:
-        return self._link.nodes()
-
-    def close(self) -> None:
-        self._link.close()
 
 
 class BadLink(CountingLink):

@@ -13,13 +13,20 @@ from celery_idempotent.stores.redis.store import RedisStore
 TIME = b"local time = redis.call('TIME')"
 
 
-class ShiftedLink:
-    """Adds the offset to every TIME that passes, in scripts and in answers."""
+class LinkProxy:
+    """A link that does something to some of what passes."""
 
     def __init__(self, link: Link) -> None:
-        self.where = link.where
-        self.offset_us = 0
         self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+
+class ShiftedLink(LinkProxy):
+    """Adds the offset to every TIME that passes, in scripts and in answers."""
+
+    offset_us = 0
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
         answers = self._link.exchange([self._shifted(command) for command in commands])
@@ -30,12 +37,6 @@ class ShiftedLink:
                 )
                 answers[n] = [b"%d" % seconds, b"%d" % micros]
         return answers
-
-    def nodes(self) -> Sequence[Any]:
-        return self._link.nodes()
-
-    def close(self) -> None:
-        self._link.close()
 
     def _shifted(self, command: Command) -> Command:
         kind = command.words[0]
@@ -71,13 +72,12 @@ class Shift:
                     node.pexpire(name, left - ms)
 
 
-class FixedLink:
+class FixedLink(LinkProxy):
     """Stops a server's clock: scripts read the time from a list in Redis, which the test moves."""
 
     def __init__(self, link: Link, client: redis.Redis, name: str) -> None:
-        self.where = link.where
+        super().__init__(link)
         self.now_us = 0
-        self._link = link
         self._client = client
         self._name = name
         self._read = b"local time = redis.call('LRANGE', '%b', 0, 1)" % name.encode()
@@ -93,12 +93,6 @@ class FixedLink:
             if command.words[0] == b"TIME":
                 answers[n] = self._time()
         return answers
-
-    def nodes(self) -> Sequence[Any]:
-        return self._link.nodes()
-
-    def close(self) -> None:
-        self._link.close()
 
     def _time(self) -> list[bytes]:
         return [b"%d" % part for part in divmod(self.now_us, 1_000_000)]

@@ -357,19 +357,6 @@ class TestTrouble:
         (away,) = [each for each in caplog.messages if "going without the cache" in each]
         assert "Connection refused" in away
 
-    def test_a_frozen_server_is_waited_for_only_briefly(self, private_redis, clock):
-        store = MemoryHybrid(Cache(private_redis.url()), clock)
-        complete(store)
-        private_redis.freeze()
-        try:
-            began = time.monotonic()
-            for _ in range(200):
-                assert isinstance(ask(store), Settled)
-            assert time.monotonic() - began < 20
-        finally:
-            private_redis.thaw()
-            store.close()
-
     def test_a_wrong_password_is_told_once_and_costs_only_speed(self, private_redis, clock, caplog):
         url = private_redis.url().replace("//", "//nobody:secret@", 1)
         store = MemoryHybrid(Cache(url), clock)

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import redis
 
-from celery_idempotent.records import (
-    Identity,
-    Selection,
-    State,
-    Stored,
-)
+from celery_idempotent.records import Identity, Selection, State, Stored
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.redis.format import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.stores.shifted import LinkProxy
 from tests.stores.verbs import claim, settle
 
 pytestmark = pytest.mark.redis
@@ -46,21 +42,16 @@ def all_keys(store: RedisStore, selection: Selection, **how: Any) -> list[str]:
             return found
 
 
-class AnyOrder:
+class AnyOrder(LinkProxy):
     """Gives the keys of a step of a scan in another order each time, as a server does that resizes its table."""
 
-    def __init__(self, link: Any) -> None:
-        self._link = link
-        self._random = random.Random(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
+    random = random.Random(1)
 
     def exchange(self, commands: Any) -> list[Any]:
         answers: list[Any] = self._link.exchange(commands)
         for command, answer in zip(commands, answers, strict=True):
             if command.words[0] == b"SCAN":
-                self._random.shuffle(answer[1])
+                self.random.shuffle(answer[1])
         return answers
 
 

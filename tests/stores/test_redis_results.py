@@ -13,20 +13,12 @@ import redis
 from celery import Celery
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import (
-    ClaimRequest,
-    Identity,
-    Record,
-    ResultWrite,
-    SettledWith,
-    SettleRequest,
-    State,
-)
+from celery_idempotent.records import Record, ResultWrite, SettledWith, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.stores import verbs
+from tests.stores.verbs import KEY, claim
 from tests.support.servers import EmbeddedRedis
-
-KEY = Identity(namespace="charge", key="order-17")
 
 
 def meta(state: str, **more: object) -> bytes:
@@ -119,17 +111,15 @@ class TestWhatIsOneDatabase:
         pool = pool_of("redis://h", redis_backend_credential_provider=provider)
         assert not RedisStore("redis://h").stores_results_of(pool)
 
-    def test_not_by_a_store_that_settles_in_its_own_way(
+    def test_not_by_a_store_that_settles_in_its_own_way_or_by_another(
         self, pool_of: Callable[..., redis.ConnectionPool]
     ):
         class Audited(RedisStore):
             def settle(self, request: SettleRequest) -> bool:
                 return super().settle(request)
 
-        assert not Audited("redis://h").stores_results_of(pool_of("redis://h"))
-
-    def test_not_by_other_stores(self, pool_of: Callable[..., redis.ConnectionPool]):
         pool = pool_of("redis://h")
+        assert not Audited("redis://h").stores_results_of(pool)
         assert not MemoryStore().stores_results_of(pool)
 
 
@@ -141,7 +131,7 @@ class TestSettlingWithAResult:
 
     @pytest.fixture
     def record(self, store: RedisStore) -> Record:
-        return claim(store, b"attempt1")
+        return claim(store)
 
     @pytest.fixture
     def name(self, prefix: str) -> str:
@@ -178,7 +168,7 @@ class TestSettlingWithAResult:
 
     def test_a_late_worker_stores_and_tells_nothing(self, store, record, name, redis_client, heard):
         assert store.release(KEY, token=record.token)
-        claim(store, b"attempt2")
+        claim(store)
         assert settle(store, record, name, meta("SUCCESS")) is SettledWith.LOST
         assert state_of(store) is State.PROCESSING
         assert redis_client.get(name) is None
@@ -188,11 +178,7 @@ class TestSettlingWithAResult:
         self, store, record, name, redis_client
     ):
         store.forget(KEY)
-        request = SettleRequest(
-            record=record, state=State.COMPLETED, value=None, keep_ms=1000, restore=False
-        )
-        result = ResultWrite(key=name.encode(), payload=b"x", expires_s=600)
-        assert store.settle_with_result(request, result) is SettledWith.LOST
+        assert settle(store, record, name, b"x", restore=False) is SettledWith.LOST
         assert redis_client.get(name) is None
 
     def test_a_record_that_was_forgotten_meanwhile_is_settled(
@@ -213,22 +199,10 @@ class TestSettlingWithAResult:
         assert heard() == [meta(state)]
 
     def test_a_repetition_makes_sure_of_the_result(self, store, record, name, redis_client, heard):
-        assert store.settle(
-            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
-        )
+        assert verbs.settle(store, record)
         assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
         assert redis_client.get(name) == meta("SUCCESS")
         assert heard() == [meta("SUCCESS")]
-
-    def test_a_success_of_before_stays_as_with_celery(
-        self, store, record, name, redis_client, heard
-    ):
-        first = meta("SUCCESS", worker="the first")
-        redis_client.set(name, first)
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
-        assert state_of(store) is State.COMPLETED
-        assert redis_client.get(name) == first
-        assert heard() == []
 
     @pytest.mark.parametrize("state", ["STARTED", "RETRY", "FAILURE", "50 % of it"])
     def test_any_other_state_is_written_over(self, store, record, name, redis_client, heard, state):
@@ -239,25 +213,28 @@ class TestSettlingWithAResult:
         assert heard() == [meta("SUCCESS")]
 
     @pytest.mark.parametrize(
-        "known",
-        [b"\x80\x05pickled", b'{"result": 1, "status": "SUCCESS"}', b'{"status": "a\\"b"}', b""],
+        ("known", "done"),
+        [
+            pytest.param(meta("SUCCESS", worker="1"), SettledWith.RESULT, id="an earlier success"),
+            pytest.param(b"\x80\x05pickled", SettledWith.NOTHING, id="pickle"),
+            pytest.param(b'{"result": 1, "status": "SUCCESS"}', SettledWith.NOTHING, id="order"),
+            pytest.param(b'{"status": "a\\"b"}', SettledWith.NOTHING, id="a quote"),
+            pytest.param(b"", SettledWith.NOTHING, id="nothing"),
+            pytest.param(["a list"], SettledWith.NOTHING, id="no string"),
+        ],
     )
-    def test_what_only_the_backend_can_read_is_left_to_it(
-        self, store, record, name, redis_client, heard, known
+    def test_an_earlier_success_and_what_only_the_backend_can_read_stay(
+        self, store, record, name, redis_client, heard, known, done
     ):
-        redis_client.set(name, known)
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.NOTHING
+        if isinstance(known, bytes):
+            redis_client.set(name, known)
+        else:
+            redis_client.lpush(name, *known)
+        before = redis_client.dump(name)
+        assert settle(store, record, name, meta("SUCCESS")) is done
         assert state_of(store) is State.COMPLETED
-        assert redis_client.get(name) == known
+        assert redis_client.dump(name) == before
         assert heard() == []
-
-    def test_a_key_that_holds_something_else_does_not_keep_the_record_from_its_end(
-        self, store, record, name, redis_client
-    ):
-        redis_client.lpush(name, "a list")
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.NOTHING
-        assert state_of(store) is State.COMPLETED
-        assert redis_client.lrange(name, 0, -1) == [b"a list"]
 
     def test_a_failure_is_listed_among_the_failed(self, store, record, name, redis_client):
         assert settle(store, record, name, meta("FAILURE"), State.FAILED) is SettledWith.RESULT
@@ -266,10 +243,10 @@ class TestSettlingWithAResult:
 
     def test_other_stores_settle_and_leave_the_result(self):
         store = MemoryStore()
-        record = claim(store, b"attempt1")
+        record = claim(store)
         assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
         assert state_of(store) is State.COMPLETED
-        late = claim(MemoryStore(), b"attempt1")
+        late = claim(MemoryStore())
         assert settle(store, late, "n", meta("SUCCESS")) is SettledWith.LOST
         assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
 
@@ -296,28 +273,24 @@ class TestRightsThatAreMissing:
 
     def test_the_record_has_its_end_and_the_backend_the_result(self, restricted, private_redis):
         store = restricted("-publish")
-        record = claim(store, b"attempt1")
+        record = claim(store)
         assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
         assert state_of(store) is State.COMPLETED
         with redis.Redis.from_url(private_redis.url()) as client:
             # Where a success is, the backend would publish nothing.
             assert client.get("n") is None
-        with pytest.raises(redis.RedisError):
-            redis.Redis.from_url(f"redis://u:p@127.0.0.1:{_port(store)}").execute_command(
-                "PUBLISH", "n", "x"
-            )
 
     def test_a_server_that_refuses_the_script_is_not_asked_again(
         self, restricted, caplog: pytest.LogCaptureFixture
     ):
         store = restricted("resetkeys", "~idem:*")
-        first = claim(store, b"attempt1")
+        first = claim(store)
         assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.NOTHING
         assert state_of(store) is State.COMPLETED
         assert "results are stored apart from records" in caplog.text
         caplog.clear()
         store.forget(KEY)
-        second = claim(store, b"attempt2")
+        second = claim(store)
         assert settle(store, second, "n", meta("SUCCESS")) is SettledWith.NOTHING
         assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.LOST
         assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
@@ -325,7 +298,7 @@ class TestRightsThatAreMissing:
 
     def test_what_the_settle_itself_is_refused_is_raised(self, restricted, private_redis):
         store = restricted()
-        record = claim(store, b"attempt1")
+        record = claim(store)
         with redis.Redis.from_url(private_redis.url()) as client:
             client.execute_command("ACL", "SETUSER", "u", "-evalsha")
             with pytest.raises(StoreMisconfigured):
@@ -356,16 +329,6 @@ def test_a_full_server_tells_no_result_that_it_does_not_store(private_redis: Emb
     store.close()
 
 
-def _port(store: RedisStore) -> object:
-    return store._link.pool.connection_kwargs["port"]  # type: ignore[union-attr]
-
-
-def claim(store: Any, attempt: bytes) -> Record:
-    request = ClaimRequest(identity=KEY, attempt=attempt, lease_ms=60_000, keep_ms=60_000)
-    record: Record = store.claim(request).record
-    return record
-
-
 def settle(
     store: Any,
     record: Record,
@@ -373,8 +336,9 @@ def settle(
     payload: bytes,
     state: Any = State.COMPLETED,
     expires_s: int = 600,
+    restore: bool = True,
 ) -> SettledWith:
-    request = SettleRequest(record=record, state=state, value=None, keep_ms=60_000)
+    request = SettleRequest(record=record, state=state, value=None, keep_ms=60_000, restore=restore)
     result = ResultWrite(key=name.encode(), payload=payload, expires_s=expires_s)
     settled: SettledWith = store.settle_with_result(request, result)
     return settled

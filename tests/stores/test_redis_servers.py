@@ -195,23 +195,6 @@ class TestCluster:
         time.sleep(0.01)
         assert len(store.sweep(limit=1000).interrupted) == 300
 
-    def test_a_cluster_behind_one_plain_address_is_swept(self, servers_directory):
-        """As hosted ones are: the store does not know that its scripts may not have keys of several slots."""
-        with running(redis_binary(), servers_directory, "--cluster-enabled", "yes") as node:
-            node.client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
-            wait_for(
-                lambda: b"cluster_state:ok" in node.client.execute_command("CLUSTER", "INFO"),
-                20,
-                "the slots",
-            )
-            store = open_store(node.url)
-            for n in range(30):
-                claim(store, Identity(namespace="charge", key=f"{n}"), lease_ms=1)
-            time.sleep(0.01)
-            assert len(store.sweep(limit=1000).interrupted) == 30
-            assert store.prune(limit=10) == 0
-            store.close()
-
     def test_one_address_is_enough_and_a_dead_one_does_no_harm(self, cluster_nodes):
         port = cluster_nodes[1].port
         use(open_store(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}"))
