@@ -36,14 +36,6 @@ def app(private_redis: EmbeddedRedis, worker: Worker) -> Iterator[Any]:
     close_app(app)
 
 
-def test_every_message_is_run_under_the_claim_of_its_own_key(app: Any, ledger: Ledger) -> None:
-    keys = ["a", "b", "a", "c", "b", "a"]
-    answers = [app.tasks["plain"].delay(key).get(timeout=30) for key in keys]
-    assert [[key, True] for key in keys] == [answer[:2] for answer in answers]
-    assert [each.key for each in ledger.entries("effect")] == ["a", "b", "c"]
-    assert answers[0] == answers[2] == answers[5]
-
-
 def test_a_coroutine_is_completed_when_it_is_done_and_runs_again_if_it_is_not(
     app: Any, ledger: Ledger, worker: Worker, tmp_path: Path
 ) -> None:

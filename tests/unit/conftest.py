@@ -1,13 +1,16 @@
-"""An app of a unit test has its own tasks and Celery's, and none that other tests of the process share."""
+"""An app on the memory of this process; it has its own tasks and Celery's, and none that other tests share."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from celery import Celery
 
 from celery_idempotent.celery import republish
+from celery_idempotent.stores.memory import MemoryStore
 
 #: As it is before a test of another folder, in the same process, shortens the countdowns of its workers.
 _LONGEST = dict(republish._LONGEST)
@@ -19,3 +22,22 @@ def _no_shared_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {each for each in state._on_app_finalizers if each.__module__ == "celery.app.builtins"}
     monkeypatch.setattr(state, "_on_app_finalizers", own)
     monkeypatch.setattr(republish, "_LONGEST", dict(_LONGEST))
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def app(store: MemoryStore) -> Iterator[Celery]:
+    app = Celery("unit", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.idempotency_store = store
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def runs() -> list[Any]:
+    """For tasks to note their runs."""
+    return []

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery, Task
+from celery import Task
 from celery.app import trace
 
 from celery_idempotent import IdempotentTask, State
-from celery_idempotent.stores.memory import MemoryStore
 
 
 class Rollback(Exception):
@@ -81,14 +80,11 @@ ORDERS = [subclass, mixin_first, mixin_last, without_super]
 
 
 @pytest.fixture
-def app() -> Iterator[Any]:
-    app: Any = Celery("bases", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.idempotency_store = MemoryStore()
+def app(app: Any) -> Iterator[Any]:
     app.world = SimpleNamespace(calls=0, effects=[], trouble=[])
     trace._install_stack_protection()  # type: ignore[attr-defined]  # as in a worker
     yield app
     trace.reset_worker_optimizations(app)
-    app.close()
 
 
 @pytest.fixture(params=ORDERS, ids=lambda order: order.__name__)

@@ -1,18 +1,20 @@
-"""A task that is used while another thread is still binding it, and options that are set after its definition."""
+"""A definition of a task: made in one thread, read once, found by its namespace, changed by a deploy."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from celery import Celery, Task
 
 from celery_idempotent import IdempotentTask, InvalidOption, get_store
+from celery_idempotent.celery import definition
 from celery_idempotent.keys.stamp import STAMP_HEADER
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing.delivery import deliver_message, message_of
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05, 0.15])
@@ -84,3 +86,93 @@ class TestSetAfterItsDefinition:
             task.idempotency_mode = "off"
         task.rate_limit = 5
         assert task.rate_limit == 5
+
+
+def run():
+    pass
+
+
+def task(app, name, **options):
+    return app.task(base=IdempotentTask, name=name, shared=False, **options)(run)
+
+
+def name_of(app, namespace):
+    found = definition.definition_of(app, namespace)
+    return found and found.name
+
+
+def test_a_namespace_belongs_to_the_task_that_has_it(app):
+    pay = task(app, "shop.pay", idempotency_namespace="payments")
+    assert definition.definition_of(app, "payments") is pay.idempotency_definition()
+    assert name_of(app, "payments") == "shop.pay"
+
+
+def test_a_namespace_may_have_no_task(app):
+    task(app, "shop.pay", idempotency_namespace="payments")
+    assert definition.definition_of(app, "shop.pay") is None
+
+
+def test_tasks_that_are_switched_off_are_known_and_celerys_own_are_not(app):
+    task(app, "shop.off", idempotency_mode="off")
+    app.task(name="shop.plain", shared=False)(run)
+    names = {each.name for each in definition.definitions(app)}
+    assert names == {"shop.off"}
+    assert definition.definition_of(app, "shop.off").policy.mode == "off"
+
+
+def test_tasks_that_this_process_does_not_know_are_imported_when_they_are_looked_for(app):
+    imported = []
+
+    def import_default_modules():
+        imported.append(True)
+        task(app, "shop.late")
+
+    app.loader.import_default_modules = import_default_modules
+    task(app, "shop.pay")
+    assert definition.definition_of(app, "shop.pay", load=True) is not None
+    assert definition.definition_of(app, "shop.late") is None
+    assert not imported
+    assert definition.definition_of(app, "shop.late", load=True).name == "shop.late"
+    assert {each.name for each in definition.definitions(app, load=True)} == {
+        "shop.late",
+        "shop.pay",
+    }
+    assert len(imported) == 1
+
+
+@pytest.fixture
+def version(runs: list[str]) -> Callable[..., Any]:
+    """Return a function that defines the task as a version of the app has it; all versions have one store."""
+    store = MemoryStore()
+
+    def version(*, name: str = "charge", **options: Any) -> Any:
+        app = Celery("version", broker="memory://", set_as_current=False)
+        app.conf.idempotency_store = store
+
+        def charge(order: str, kind: str = "sale") -> str:
+            runs.append(order)
+            return "receipt"
+
+        options = {"idempotency_key": "order", **options}
+        return app.task(name=name, base=IdempotentTask, shared=False, **options)(charge)
+
+    return version
+
+
+def call(task: Any) -> Any:
+    return message_of(task, ("o-1",), {})
+
+
+def test_a_renamed_task_keeps_its_records_by_its_namespace(version, runs):
+    before, after = version(), version(name="pay", idempotency_namespace="charge")
+    deliver_message(before, call(before))
+    assert deliver_message(after, call(after)).value == "receipt"
+    assert runs == ["o-1"]
+
+
+def test_a_message_in_flight_keeps_the_key_that_it_carries(version, runs):
+    before, after = version(), version(idempotency_key=("order", "kind"))
+    first, second = call(before), call(before)
+    deliver_message(before, first)
+    assert deliver_message(after, second).value == "receipt"
+    assert runs == ["o-1"]

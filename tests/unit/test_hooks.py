@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, Task, chain, chord, group
+from celery import Celery, Task, chain, chord
 from celery.canvas import Signature
 from celery.signals import before_task_publish
 
@@ -23,13 +21,10 @@ def step() -> None: ...
 
 
 @pytest.fixture
-def app() -> Iterator[Celery]:
-    app = Celery("hooks", broker="memory://", set_as_current=False)
-    app.conf.idempotency_store = "memory://"
+def app(app: Celery) -> Celery:
     for name, base in {"ours": IdempotentTask, "theirs": Task}.items():
         app.task(name=name, base=base, shared=False)(step)
-    yield app
-    app.close()
+    return app
 
 
 @pytest.fixture
@@ -81,46 +76,6 @@ def test_a_step_that_is_not_known_here_is_marked(app, published):
     """It may be ours where it runs."""
     result = chain(app.signature("ours"), app.signature("elsewhere")).apply_async()
     assert marks(published[0][0]) == result.parent.id
-
-
-_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
-
-def messages_of(base: type, **settings: Any) -> list[str]:
-    """Everything that an app publishes, with its ids counted through."""
-    app = Celery("off", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store="memory://", **settings)
-    for name in ("one", "other"):
-        app.task(name=name, base=base, shared=False)(step)
-    found: list[str] = []
-    ids: dict[str, str] = {}
-
-    def receive(body: Any, headers: Any, properties: Any, **_: Any) -> None:
-        text = json.dumps([body, headers, properties], sort_keys=True, default=repr)
-        found.append(_ID.sub(lambda each: ids.setdefault(each[0], str(len(ids))), text))
-
-    before_task_publish.connect(receive, weak=False)
-    try:
-        one, other, unknown = map(app.signature, ("one", "other", "unknown"))
-        one.apply_async(countdown=0, headers={"mine": "1"}, link=other, link_error=other)
-        for canvas in (
-            chain(one, other),
-            chain(one, other, unknown),
-            chain(one, chord([one, one], other, app=app)),
-            group([one, other], app=app),
-            chord([one, one], unknown, app=app),
-        ):
-            canvas.apply_async()
-        app.send_task("unknown", ("argument",))
-    finally:
-        before_task_publish.disconnect(receive)
-        app.close()
-    return found
-
-
-def test_so_are_those_of_an_app_that_is_switched_off():
-    assert messages_of(IdempotentTask, idempotency_mode="off") == messages_of(Task)
-    assert messages_of(IdempotentTask) != messages_of(Task)
 
 
 def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):

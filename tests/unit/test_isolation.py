@@ -20,11 +20,6 @@ NOWHERE = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture
-def runs() -> list[str]:
-    return []
-
-
-@pytest.fixture
 def shop(runs: list[str]) -> Celery:
     app = Celery("shop", set_as_current=False)
     app.conf.update(idempotency_store=NOWHERE, task_always_eager=True)

@@ -23,7 +23,6 @@ from celery_idempotent.testing import (
     isolated_records,
     lose_worker,
 )
-from tests.support.programs import python
 
 
 class Bank:
@@ -235,68 +234,3 @@ class TestLostWorkers:
     def test_a_line_that_is_never_reached_is_a_mistake(self, task, bank):
         with pytest.raises(AssertionError, match="never came to 1"):
             lose_worker(task(careless(bank)), "o1", at=1)
-
-
-SHOP = """
-from celery import Celery
-from celery_idempotent import IdempotentTask
-
-app = Celery("shop")
-app.conf.update(idempotency_store="redis://127.0.0.1:1/0", task_always_eager=True)
-runs = []
-
-@app.task(base=IdempotentTask, idempotency_key="order")
-def pay(order):
-    runs.append(order)
-    return len(runs)
-"""
-PLUGIN = """
-import pytest
-from shop import pay, runs
-
-pytest_plugins = ["celery_idempotent.testing.plugin"]
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_pay(n, idempotency_records):
-    assert [pay.delay("o1").get() for _ in range(2)] == [n, n]
-    assert runs == ["o1"] * n
-    assert idempotency_records.stats() is not None
-"""
-MIXIN = """
-import unittest
-from celery_idempotent.testing import IsolatedRecords
-from shop import app, pay, runs
-
-class Payments(IsolatedRecords, unittest.TestCase):
-    idempotency_app = app
-
-    def check(self, n):
-        assert [pay.delay("o1").get() for _ in range(2)] == [n, n]
-
-    def test_1(self):
-        self.check(1)
-
-    def test_2(self):
-        self.check(2)
-"""
-
-
-@pytest.mark.parametrize(
-    ("suite", "arguments", "passed"),
-    [
-        (
-            PLUGIN,
-            ("pytest", "-q", "-p", "no:cacheprovider", "-p", "no:valkey", "-p", "no:django"),
-            "2 passed",
-        ),
-        (MIXIN, ("unittest", "test_shop"), "Ran 2 tests"),
-    ],
-    ids=["plugin", "mixin"],
-)
-def test_each_test_of_a_suite_begins_without_records(tmp_path, suite, arguments, passed):
-    (tmp_path / "shop.py").write_text(SHOP)
-    (tmp_path / "test_shop.py").write_text(suite)
-    done = python(tmp_path, "-m", *arguments)
-    said = done.stdout + done.stderr
-    assert passed in said, said
-    assert "FAILED" not in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -150,75 +149,6 @@ def test_public_names_are_sorted_and_there():
 
 def test_importing_the_package_imports_no_optional_dependency(tmp_path):
     assert run(BLOCKED_IMPORT, cwd=tmp_path).stderr == ""
-
-
-#: Binds a task, and says which of the modules that only some processes need are loaded by then.
-BOUND = """
-import sys
-import celery, celery.app.task, celery.app.trace, celery.canvas, celery.result
-before = set(sys.modules)
-import celery_idempotent
-app = celery.Celery("x", broker="memory://", set_as_current=False)
-def body(): pass
-task = app.task(body, name="t", base=celery_idempotent.IdempotentTask, shared=False)
-app.finalize()
-assert task.idempotency_policy
-print([name for name in sys.argv[1:] if name in sys.modules and name not in before])
-"""
-#: What a worker, a sweep, an operator, a test or another store loads once it is there; and what they load in turn.
-LATER = (
-    "asyncio",
-    "celery.worker",
-    "click",
-    "importlib.resources",
-    "rich",
-    "redis",
-    "celery_idempotent.celery.checks",
-    "celery_idempotent.celery.worker",
-    "celery_idempotent.cli",
-    "celery_idempotent.django",
-    "celery_idempotent.metrics",
-    "celery_idempotent.stores.memory",
-    "celery_idempotent.stores.redis",
-    "celery_idempotent.testing",
-    "celery_idempotent.tracing",
-)
-
-
-def test_a_task_is_bound_without_what_only_other_processes_need(tmp_path):
-    assert run(BOUND, *LATER, cwd=tmp_path).stdout.strip() == "[]"
-
-
-#: Imports each module in a fork of its own, of a process that has imported only what comes from elsewhere.
-ALONE = """
-import importlib, os, sys
-import celery, kombu, redis
-import celery.app.task, celery.app.trace, celery.canvas, celery.result, celery.signals
-assert not [name for name in sys.modules if name.startswith("celery_idempotent")]
-failed = []
-for name in sys.argv[1:]:
-    pid = os.fork()
-    if pid == 0:
-        importlib.import_module(name)
-        os._exit(0)  # an exception ends this process with 1
-    if os.waitpid(pid, 0)[1]:
-        failed.append(name)
-sys.exit(f"{failed}" if failed else 0)
-"""
-
-
-@pytest.mark.wide  # `make contracts` finds knots sooner
-def test_every_module_of_the_core_can_be_imported_alone(tmp_path):
-    optional = {"django", "testing", "cli", "metrics"}
-    paths = [path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py")]
-    names = sorted(
-        ".".join(path.parts).removesuffix(".__init__")
-        for path in paths
-        if not optional & set(path.parts[1:])
-    )
-    assert len(names) > 50
-    importlib.invalidate_caches()
-    run(ALONE, *names, cwd=tmp_path)
 
 
 def run(program, *arguments, cwd):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +21,6 @@ from celery_idempotent import (
 )
 from celery_idempotent.protocol import shield
 from celery_idempotent.records import Identity
-from celery_idempotent.stores.memory import MemoryStore
 from tests.support.records import claim_key
 
 IDENTITY = Identity(namespace="body", key="k")
@@ -47,25 +45,13 @@ class Unpicklable(Exception):
         self.connection = lambda: None
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def app(store: MemoryStore) -> Iterator[Celery]:
-    app = Celery("pickling", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store=store, task_publish_retry=False)
-    yield app
-    app.close()
-
-
 def raised_by(app: Celery, body: Any, kind: type[BaseException], **options: Any) -> BaseException:
     """Return what a delivery of a task with this body raises, after it was pickled."""
 
     def run(self: Any, key: str) -> object:
         return body(self)
 
+    app.conf.task_publish_retry = False
     options["idempotency_key"] = "key"
     task = app.task(name="body", base=IdempotentTask, bind=True, shared=False, **options)(run)
     task.push_request(

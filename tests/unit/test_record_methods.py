@@ -8,14 +8,8 @@ import pytest
 
 from celery_idempotent import FailedByOperator, InProgress
 from celery_idempotent.records import State
-from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.admin import TASK, claim, identity, make_app, settle
-
-
-@pytest.fixture
-def store():
-    return MemoryStore()
 
 
 @pytest.fixture

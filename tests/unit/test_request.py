@@ -81,22 +81,11 @@ class Reply:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def app(store: MemoryStore) -> Celery:
-    app = Celery("request", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store=store, idempotency_lease=1)
-    return app
-
-
-@pytest.fixture
 def task(app: Celery) -> Any:
     @app.task(name="work", base=IdempotentTask, shared=False, idempotency_key="key")
     def work(key: str) -> None: ...
 
+    app.conf.idempotency_lease = 1
     work.idempotency_policy  # noqa: B018
     return app.tasks["work"]
 

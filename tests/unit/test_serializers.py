@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu import serialization
 from kombu.exceptions import SerializerNotInstalled
 
+from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
+from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Stored
 from celery_idempotent.serializers import NotStored, Serializer, first_accepted
 
@@ -261,3 +264,19 @@ def test_others_keep_only_what_they_can_read(name: str, kept: object, refused: l
     for value in refused:
         with pytest.raises(NotStored):
             serializer.dump(value)
+
+
+@pytest.mark.parametrize(
+    ("dump", "value", "said"),
+    [
+        ("dump_value", "x" * 100, "duplicates will look for it in the result backend"),
+        ("dump_error", ValueError("x" * 100), "duplicates get ResultUnavailable"),
+    ],
+)
+def test_the_log_says_what_duplicates_get_of_what_is_not_kept(
+    caplog: pytest.LogCaptureFixture, dump: str, value: object, said: str
+) -> None:
+    codec = TaskCodec(Celery(set_as_current=False), "shop.charge", Policy(max_result_bytes=10))
+    assert getattr(codec, dump)(value) is None
+    assert said in caplog.text
+    assert "xxx" not in caplog.text

@@ -54,18 +54,6 @@ def ours(app: Celery, name: str = "t", **options: Any) -> Any:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def app(store: MemoryStore) -> Iterator[Celery]:
-    app = make_app(store)
-    yield app
-    app.close()
-
-
-@pytest.fixture
 def published() -> Iterator[Published]:
     """Every message that was published, as it went out."""
     seen: Published = []
@@ -92,11 +80,6 @@ def published() -> Iterator[Published]:
     before_task_publish.connect(note, weak=False)
     yield seen
     before_task_publish.disconnect(note)
-
-
-@pytest.fixture
-def runs() -> list[Any]:
-    return []
 
 
 @pytest.fixture
@@ -1056,3 +1039,49 @@ def test_the_time_limit_of_a_worker_is_that_of_its_own_app(app, store, published
 
     assert end(Celery("other", set_as_current=False)) is None
     assert end(app).state is State.PROCESSING
+
+
+@pytest.fixture
+def eager(app: Celery) -> Celery:
+    app.conf.task_always_eager = True
+    return app
+
+
+def test_all_steps_of_a_chain_run_although_celery_gives_them_one_id(eager: Celery) -> None:
+    @eager.task(base=IdempotentTask, shared=False)
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    steps = chain(add.s(1, 1), add.s(2), add.s(3))
+    steps.freeze()
+    assert steps.apply().get() == 7
+    assert steps.apply_async(task_id="x").get() == 7
+
+
+@pytest.mark.parametrize("key", [None, "name"])
+def test_a_task_may_replace_itself(eager: Celery, key: str | None) -> None:
+    @eager.task(base=IdempotentTask, bind=True, shared=False, idempotency_key=key)
+    def countdown(self: Any, name: str, n: int) -> Any:
+        return self.replace(countdown.s(name, n - 1)) if n else "end"
+
+    assert countdown.apply(args=("a", 3)).get() == "end"
+
+
+@pytest.mark.parametrize("throw", [True, False])
+def test_a_retry_is_run(eager: Celery, throw: bool) -> None:
+    @eager.task(base=IdempotentTask, bind=True, shared=False, idempotency_key="name")
+    def persistent(self: Any, name: str) -> Any:
+        if self.request.retries < 2:
+            return self.retry(countdown=0, throw=throw)
+        return self.request.retries
+
+    assert persistent.apply(("a",)).get() == persistent.apply(("a",)).get() == 2
+
+
+def test_a_call_of_itself_with_its_own_key_is_a_conflict_at_once(eager: Celery) -> None:
+    @eager.task(base=IdempotentTask, shared=False, idempotency_key="name")
+    def nested(name: str) -> None:
+        nested.apply((name,), throw=True)
+
+    with pytest.raises(InProgress, match=r"nested key a is held by"):
+        nested.apply(("a",), throw=True)

@@ -11,15 +11,6 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask, InvalidOption
-from celery_idempotent.stores.memory import MemoryStore
-
-
-@pytest.fixture
-def app() -> Iterator[Celery]:
-    app = Celery("unfinished", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.idempotency_store = MemoryStore()
-    yield app
-    app.close()
 
 
 async def coroutine(key: str) -> str:

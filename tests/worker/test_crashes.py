@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import redis
 
 from celery_idempotent import State
 from celery_idempotent.celery.sweep import SWEEP
@@ -116,39 +115,3 @@ class TestTheSweep:
         site.publish("keyed", key, 0.0, gate.path).get(timeout=30)
         record = site.record("keyed", key)
         assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
-
-
-class TestEarlyAcks:
-    """Late acks are the default; who wants early ones has them, wherever it is said."""
-
-    def unacked(self, site: Site) -> int:
-        client = redis.Redis.from_url(site.settings["broker_url"])
-        with client:
-            count: int = client.hlen("unacked")
-        return count
-
-    @pytest.mark.parametrize(
-        ("task", "settings", "prefix", "early"),
-        [
-            pytest.param("guarded", {}, "", False, id="by default"),
-            pytest.param("guarded", {}, "CELERY", False, id="by default in a Django project"),
-            pytest.param("early", {}, "", True, id="of a task"),
-            pytest.param("guarded", {"task_acks_late": False}, "", True, id="of an app"),
-            pytest.param(
-                "guarded", {"task_acks_late": False}, "CELERY", True, id="of a Django project"
-            ),
-        ],
-    )
-    def test_are_respected(self, open_site, key, gate, task, settings, prefix, early):
-        site = open_site("redis", idempotency_lease=7, **settings)
-        site.worker(concurrency=1, wanted={"prefix": prefix})
-        result = site.publish(task, key, 0.0, gate.path)
-        first_run(site, key)
-        if early:
-            wait_for(lambda: self.unacked(site) == 0, what="the early ack")
-        assert self.unacked(site) == (0 if early else 1)
-        record = site.record(task, task_id=result.id)
-        assert 6_900 <= record.deadline_ms - record.updated_ms <= 7_100
-        gate.open()
-        result.get(timeout=30)
-        wait_for(lambda: self.unacked(site) == 0, what="the ack")

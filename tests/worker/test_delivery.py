@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery.result import AsyncResult
 
-from celery_idempotent import FingerprintMismatch, State
+from celery_idempotent import State
 from tests.support.waiting import wait_for
-from tests.support.workers import child_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.worker.conftest import Site
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
@@ -37,19 +30,6 @@ def wait_for_phase(site: Site, count: int, phase: str, **which: str) -> None:
     )
 
 
-class TestTheSameMessage:
-    def test_delivered_again_after_its_end_is_answered_without_a_run(self, shared, key):
-        message = shared.message("keyed", key)
-        first = shared.deliver(message).get(timeout=20)
-        states = shared.states(message.task_id)
-        shared.deliver(message, times=3)
-        wait_for_phase(shared, 3, "replayed", task_id=message.task_id)
-        assert shared.ledger.count("start", key) == 1
-        assert shared.conflicts(message.task_id) == 0
-        assert results(shared, message.task_id) == [first]
-        assert set(states.names()) <= {"SUCCESS"}
-
-
 class TestOneKey:
     def test_published_five_times_at_once_runs_once_and_everyone_gets_the_first_answer(
         self, shared, key, gate
@@ -66,60 +46,9 @@ class TestOneKey:
         assert record.state is State.COMPLETED
         assert record.task_id == shared.ledger.entries("start", key)[0].task_id
 
-    def test_of_a_task_without_a_rule_can_be_given_with_each_call(self, shared, key):
-        tasks = shared.app.tasks
-        calls = [
-            tasks["guarded"].apply_async(("a",), idempotency_key=key),
-            tasks["guarded"].si("a").set(idempotency_key=key).apply_async(),
-            shared.app.send_task("guarded", ("a",), headers={"idempotency_key": key}),
-        ]
-        answers = results(shared, *(each.id for each in calls))
-        assert answers == [answers[0]] * 3
-        assert sum(shared.ledger.count("start", task_id=each.id) for each in calls) == 1
-
 
 class TestAMessageOfAnOldPublisher:
     """Its app does not import the library: no header, so the worker finds the key."""
-
-    @pytest.fixture
-    def send(self, shared) -> Callable[..., list[AsyncResult[Any]]]:
-        program = """if True:
-            import json, sys
-            from celery import Celery
-            settings, calls = json.load(sys.stdin)
-            app = Celery()
-            app.conf.update(settings)
-            ids = [app.send_task(name, args, **options).id for name, args, options in calls]
-            assert not [name for name in sys.modules if name.startswith("celery_idempotent")]
-            json.dump(ids, sys.stdout)
-        """
-        needed = ("broker_url", "result_backend", "task_default_queue")
-        settings = {name: shared.settings[name] for name in needed}
-
-        def send(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[AsyncResult[Any]]:
-            done = subprocess.run(
-                [sys.executable, "-c", program],
-                input=json.dumps([settings, calls]),
-                env=child_environment(),
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr
-            return [shared.result(task_id) for task_id in json.loads(done.stdout)]
-
-        return send
-
-    def test_has_the_key_that_a_new_publisher_would_give_it(self, shared, key, send):
-        old = send(("keyed", [key], {}), ("keyed", [key, 0.0], {}))
-        answers = [each.get(timeout=20) for each in old]
-        new = shared.publish("keyed", key)
-        assert answers == [new.get(timeout=20)] * 2
-        assert shared.ledger.count("start", key) == 1
-        mismatched = send(("keyed", [key, 0.01], {}))
-        with pytest.raises(FingerprintMismatch):
-            mismatched[0].get(timeout=20)
 
     @pytest.mark.parametrize("protocol", [1, 2])
     def test_may_be_written_by_hand_in_any_protocol(self, shared, key, protocol):

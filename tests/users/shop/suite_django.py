@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from django.db import IntegrityError, connection, transaction
-from django.test import LiveServerTestCase, TestCase, TransactionTestCase
+from django.db import connection
+from django.test import TestCase, TransactionTestCase
 
 from celery_idempotent import IdempotencyError
 from celery_idempotent.testing import crash_matrix
 from tests.users.shop.models import Payment
-from tests.users.shop.tasks import charge, pay, pay_carelessly, pay_slowly
+from tests.users.shop.tasks import charge, pay, pay_carelessly
 
 
 def paid(order: str) -> int:
@@ -37,36 +33,26 @@ class InATestCase(TestCase):
     def test_a_payment(self) -> None:
         self.check(pay)
 
-    def test_the_same_payment_in_another_test(self) -> None:
-        self.check(pay)
+    test_the_same_payment_in_another_test = test_a_payment
 
     def test_a_charge(self) -> None:
         self.check(charge)
 
-    def test_the_same_charge_in_another_test(self) -> None:
-        self.check(charge)
+    test_the_same_charge_in_another_test = test_a_charge
 
     def test_what_all_tests_have_is_a_duplicate_in_each(self) -> None:
         assert pay.delay("first").get() == "paid first"
         assert paid("first") == 1
 
-    def test_what_all_tests_have_is_a_duplicate_in_each_again(self) -> None:
-        self.test_what_all_tests_have_is_a_duplicate_in_each()
+    test_what_all_tests_have_is_a_duplicate_in_each_again = (
+        test_what_all_tests_have_is_a_duplicate_in_each
+    )
 
     def test_a_failed_charge_is_rolled_back_and_may_be_tried_again(self) -> None:
         for _ in range(2):
             with self.assertRaises(ValueError):
                 charge.apply(("bad",), throw=True).get()
         assert paid("bad") == 0
-
-    def test_a_failed_payment_goes_on_from_its_step(self) -> None:
-        for _ in range(2):
-            with self.assertRaises(ValueError):
-                pay.apply(("bad",), throw=True).get()
-        assert paid("bad") == 1
-
-    def test_a_run_that_is_longer_than_its_lease(self) -> None:
-        self.check(pay_slowly)
 
     def test_what_follows_a_charge_is_seen_by_who_captures_it(self) -> None:
         with self.captureOnCommitCallbacks(execute=True):
@@ -77,13 +63,6 @@ class InATestCase(TestCase):
         with self.assertRaisesRegex(IdempotencyError, "TransactionTestCase|in memory"):
             crash_matrix(charge, arguments=lambda order: [order], effects=paid)
 
-    def test_an_error_of_the_database_breaks_what_it_always_breaks(self) -> None:
-        pay.delay("order")
-        with self.assertRaises(IntegrityError), transaction.atomic():
-            Payment.objects.create(pk=Payment.objects.get(order="order").pk, order="other")
-        assert pay.delay("order").get() == "paid order"
-        assert paid("order") == 1
-
     def test_a_request_that_is_sent_twice(self) -> None:
         for path in ("/buy/", "/buy-atomically/"):
             answers = [self.post(path) for _ in range(2)]
@@ -91,8 +70,7 @@ class InATestCase(TestCase):
             assert answers[0].content == answers[1].content
         assert paid("order") == 2
 
-    def test_the_same_request_in_another_test(self) -> None:
-        self.test_a_request_that_is_sent_twice()
+    test_the_same_request_in_another_test = test_a_request_that_is_sent_twice
 
     async def test_a_request_of_an_async_client(self) -> None:
         for path in ("/buy/", "/buy-atomically/"):
@@ -128,46 +106,14 @@ class ForReal(TransactionTestCase):
         assert pay.delay("order").get() == pay.delay("order").get()
         assert paid("order") == 1
 
-    def test_the_same_payment_in_another_test(self) -> None:
-        self.test_a_payment()
+    test_the_same_payment_in_another_test = test_a_payment
 
     def test_a_charge(self) -> None:
         assert charge.delay("order").get() == charge.delay("order").get()
         assert paid("order") == 1
         assert paid("follow-up of order") == 1
 
-    def test_the_same_charge_in_another_test(self) -> None:
-        self.test_a_charge()
-
-
-class Live(LiveServerTestCase):
-    """A server in threads of its own."""
-
-    def test_a_request_that_is_sent_by_several_at_once(self) -> None:
-        assert paid("order") == 0
-        # Threads that use the one connection there is at once break each other's transactions.
-        at_once = 1 if connection.vendor == "sqlite" else 4
-        with ThreadPoolExecutor(at_once) as pool:
-            answers = list(pool.map(lambda _: self.post("/buy/"), range(8)))
-        assert {status for status, _ in answers} <= {201, 409}
-        assert len({body for status, body in answers if status == 201}) == 1
-        assert paid("order") == 1
-
-    def test_the_same_request_in_another_test(self) -> None:
-        self.test_a_request_that_is_sent_by_several_at_once()
-
-    def post(self, path: str) -> tuple[int, str]:
-        request = urllib.request.Request(
-            self.live_server_url + path,
-            data=b"order=order",
-            headers={"Idempotency-Key": '"key"', "Cookie": ""},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, json.dumps(json.load(answer))
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, ""
+    test_the_same_charge_in_another_test = test_a_charge
 
 
 class KilledAtEachLine(TransactionTestCase):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from celery_idempotent.django import IdempotentTask
@@ -29,14 +28,6 @@ def charge(self: Any, order: str) -> str:
 
 @app.task(base=IdempotentTask, idempotency_key="order")
 def pay_carelessly(order: str) -> str:
-    Payment.objects.create(order=order)
-    return f"paid {order}"
-
-
-@app.task(base=IdempotentTask, bind=True, idempotency_key="order", idempotency_lease=0.3)
-def pay_slowly(self: Any, order: str) -> str:
-    time.sleep(2 * self.idempotency_policy.lease_ms / 1000)
-    self.idempotency.ensure()
     Payment.objects.create(order=order)
     return f"paid {order}"
 
