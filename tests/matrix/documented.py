@@ -1,13 +1,12 @@
-"""What ``docs/duplicates.md`` says: its tables, by heading, as the tests compare them with what happened."""
+"""What a duplicate shows: the tables of ``duplicates.md``, by heading, as the tests compare them with what happened."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.support.paths import ROOT
-
-_PAGE = (ROOT / "docs" / "duplicates.md").read_text()
+_PAGE = Path(__file__).with_name("duplicates.md").read_text()
 
 
 @dataclass(frozen=True)
