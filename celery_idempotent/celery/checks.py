@@ -43,10 +43,10 @@ class Finding:
 _TEXTS: Final = {
     "E001": (
         "No worker starts: {error}",
-        "Set an option to what is allowed; import the app's tasks in a shell to see where another error comes from.",
+        "Correct the option that it names; for any other error, import the app's tasks in a shell.",
     ),
     "W002": (
-        "Acknowledged before they run, and so lost with a worker that dies: {tasks}.",
+        "Tasks are acknowledged before they run, and so lost with a worker that dies: {tasks}.",
         "Leave acks_late to IdempotentTask, which sets it, or set it to True.",
     ),
     "W003": (
@@ -56,15 +56,15 @@ _TEXTS: Final = {
     # The worker that gets such a message publishes it again and again until the lease of the dead one ends.
     "W004": (
         "After a crash, messages come back before the lease ends ({broker.option}: {broker.seconds:g} s): {tasks}.",
-        "Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
+        "Set idempotency_lease below the {broker.option}, or raise that in broker_transport_options.",
     ),
     "W005": (
-        "The store is the memory of each process: two processes know nothing of each other's keys.",
+        "The store is in the memory of each process: processes do not see each other's keys.",
         "Set idempotency_store to a Redis or a database; memory:// is for tests.",
     ),
     "E006": (
         "The store cannot be used, and no idempotent task runs: {error}",
-        "Start it, give its user the rights that docs/running.md lists, or let idempotency_store name another.",
+        "Start it, give its user the rights that docs/running.md lists, or set idempotency_store to another.",
     ),
     "E007": ("{server.kind} {server.version} is too old.", "Use Redis 6.2, Valkey 7.2 or newer."),
     "W008": (
@@ -72,19 +72,19 @@ _TEXTS: Final = {
         "Set maxmemory-policy noeviction, or keep records in a Redis of their own.",
     ),
     "W009": (
-        "{server.kind} writes nothing to disk: after a restart, everything that was completed runs again.",
+        "{server.kind} writes nothing to disk: after a restart, completed operations may run again.",
         "Set appendonly yes, with appendfsync everysec or always.",
     ),
     "W020": (
-        "Tasks wait without end, or for minutes, for a server that stays silent: {store!r} sets no {missing}.",
+        "Tasks wait for a silent server for minutes, or forever: {store!r} sets no {missing}.",
         "Set them in the OPTIONS of that database, as docs/exactly-once.md says.",
     ),
     "W023": (
         "A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.",
-        "Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker shall run it.",
+        "Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker should run it.",
     ),
     "W024": (
-        "django-tenants is installed, and a key of these tasks is one key for all tenants: {tasks}.",
+        "django-tenants is installed, and all tenants share the keys of these tasks: {tasks}.",
         "Set idempotency_scope so that it names the tenant, as docs/recipes.md says.",
     ),
     "W025": (
@@ -93,7 +93,7 @@ _TEXTS: Final = {
     ),
     "W026": (
         "Atomic tasks are committed in {store!r}, and Django writes every model to another database: {tasks}.",
-        "Let idempotency_store name the database of their models, or DATABASE_ROUTERS send those there.",
+        "Set idempotency_store to the database of their models, or route those to it by DATABASE_ROUTERS.",
     ),
 }
 
@@ -229,6 +229,6 @@ def check_in_thread(app: AnyCelery) -> None:
                     extra = {"idempotency_finding": each.id}
                     logger.log(level, "idempotency: %s %s", each.id, text, extra=extra)
         except Exception:
-            logger.warning("idempotency: the checks themselves failed", exc_info=True)
+            logger.warning("idempotency: the checks failed", exc_info=True)
 
     threading.Thread(target=log_findings, name="celery-idempotent-checks", daemon=True).start()

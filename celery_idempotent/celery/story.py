@@ -194,7 +194,7 @@ def tell_absence(what: str) -> Story:
             "Its run failed, and gave the key back: a retry or the next call runs.",
             "It was done longer ago than its retention: the next call runs.",
             "An operator released or forgot it: the next call runs.",
-            "The store lost it (a flush, an eviction, a restart without persistence): see `check`.",
+            "The store lost it (a flush, an eviction, a restart without persistence): run the checks.",
             "A task id finds unfinished and failed records alone: a completed one is found by its key.",
         ),
     )
@@ -217,7 +217,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     definition = definition_of(app, identity.namespace, load=True)
     known = definition is not None  # else it may be of a view
     policy = definition.policy if definition else Policy()
-    live, stale, failed = is_live(record, now_ms), record.stale(now_ms), state is State.FAILED
+    live, stale = is_live(record, now_ms), record.stale(now_ms)
 
     def at(ms: int | None) -> str:
         return f"{_when(ms or 0):%Y-%m-%d %H:%M:%S} UTC ({ago(ms or 0, now_ms)})"
@@ -261,22 +261,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         headline = f"INTERRUPTED: {why}, and nothing runs it now."
         future = [f"The next delivery or call claims it, and {claims}."]
     else:
-        how, answer = (
-            ("took effect", "its result") if known else ("was answered", "the same answer")
-        )
-        headline = f"COMPLETED: it {how}, and is not run again."
-        if record.value is None:
-            answer = "what the result backend has: its result is not in the record"
-        if record.settled_by_operator:
-            headline = "COMPLETED: an operator completed it with a value."
-        if record.replaced:
-            headline = "COMPLETED: another task (self.replace) took over its task id."
-            answer = "that other task's result"
-        if failed:
-            error, answer = "", "this error"
-            with suppress(Exception):  # a stored error may raise anything when it is read
-                error = f" with {type(_load(app, record)).__name__}" if errors else ""
-            headline = f"FAILED for good{error}: it is not run again."
+        headline, answer = _tell_end(app, record, known, errors)
         future = [f"Until it expires, a duplicate gets {answer}, without a run."]
         if known:
             until = at(record.updated_ms + policy.settled_keep_ms)
@@ -286,7 +271,9 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         if broker is not None:
             when = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
         future.append(f"The broker delivers its message again {when}.")
-    last = f"; {holder}, had it last" if record.attempts else ""
+    # The headline of a PROCESSING one names its owner.
+    named = state is State.PROCESSING or not record.attempts
+    last = "" if named else f"; {holder}, had it last"
     past = [f"{state.value} since {at(record.updated_ms)}{last}."]
     if record.attempts > 1 or record.crashes:
         past.insert(0, f"Claims so far: {record.attempts}; lost workers: {record.crashes}.")
@@ -311,6 +298,25 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         live=live,
         choices=choices,
     )
+
+
+def _tell_end(app: AnyCelery, record: Record, known: bool, errors: bool) -> tuple[str, str]:
+    """Return what became of a settled record, and what its duplicates get."""
+    if record.state is State.FAILED:
+        error = ""
+        with suppress(Exception):  # a stored error may raise anything when it is read
+            error = f" with {type(_load(app, record)).__name__}" if errors else ""
+        return f"FAILED for good{error}: it is not run again.", "this error"
+    if record.replaced:
+        headline = "COMPLETED: another task (self.replace) took over its task id."
+        return headline, "that other task's result"
+    answer = "its result" if known else "the same answer"
+    if record.value is None:
+        answer = "what the result backend has: its result is not in the record"
+    if record.settled_by_operator:
+        return "COMPLETED: an operator completed it with a value.", answer
+    how = "took effect" if known else "was answered"
+    return f"COMPLETED: it {how}, and is not run again.", answer
 
 
 def _risk(operation: Operation, record: Record, live: bool, known: bool, atomic: bool) -> str:
