@@ -23,19 +23,14 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kombu.exceptions import OperationalError
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.celery.publishing import (
-    SENDER_OPTIONS,
-    absolute,
-    lost_after_ms,
-    release_reservation,
-    stamp_call,
-)
+from celery_idempotent.celery import publishing
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.errors import STORE_ERRORS, InvalidOption
 from celery_idempotent.http.answers import (
@@ -43,7 +38,6 @@ from celery_idempotent.http.answers import (
     UNSURE,
     WAIT,
     Answer,
-    Headers,
     RequestRefused,
     make_problem,
 )
@@ -170,10 +164,10 @@ class Order:
         """
         try:
             self.key, scope = self.read()
+            http_identity(str(self.task.name), scope, self.key)  # refuses a bad scope
             self.options |= {"idempotency_key": self.key, "idempotency_scope": scope}
             if self.enforced:
                 identifier = self.definition.identifier
-                http_identity(identifier.namespace, scope, self.key)  # refuses a bad scope
                 self.identified = identifier.identify(
                     self.args, self.kwargs, task_id="", key=self.key, scope=scope
                 )
@@ -191,7 +185,7 @@ class Order:
         Raises:
             RequestRefused: ``result_unavailable``, if the result backend does not answer.
         """
-        marks: Headers = [(REPLAYED, "true")] if replayed else []
+        marks = [(REPLAYED, "true")] if replayed else []
         if record.state is State.FAILED:
             failure = failure_of(record, self.task)
             statuses = [
@@ -284,7 +278,7 @@ class Order:
             identity=self.identified.identity,
             fingerprint=self.identified.fingerprint,
             task_id=task_id,
-            deadline_ms=UNCOMMITTED_MS if uncommitted else lost_after_ms(self.options),
+            deadline_ms=UNCOMMITTED_MS if uncommitted else publishing.lost_after_ms(self.options),
             keep_ms=self.definition.policy.keep_ms,
             message=message,
             uncommitted=uncommitted,
@@ -319,10 +313,11 @@ class Order:
         if self.task.app.conf.task_always_eager or not self.definition.policy.retention_ms:
             return None
         given: dict[str, Any] = {"expires": self.task.expires, **self.options}
-        kept = {name: value for name, value in given.items() if name not in SENDER_OPTIONS}
-        options = absolute(kept, task=str(self.task.name))
+        for name in publishing.SENDER_OPTIONS:
+            given.pop(name, None)
+        options = publishing.absolute(given, task=str(self.task.name))
         options["task_id"] = task_id
-        stamp_call(self.definition, self.args, self.kwargs, options)
+        publishing.stamp_call(self.definition, self.args, self.kwargs, options)
         again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
         return self.definition.codec.dump_message(again)
 
@@ -335,7 +330,7 @@ class Order:
         try:
             self.queue(record)
         except BaseException as error:
-            release_reservation(self.store, record)
+            publishing.release_reservation(self.store, record)
             # A transaction that is not ours must end with the error of its database.
             if self.in_transaction or not isinstance(error, self.transient):
                 raise
@@ -352,15 +347,10 @@ class Order:
 
     def committed(self, record: Record) -> None:
         """Send the message after the COMMIT; the record gets it first, with the usual deadline."""
-        message = self._message(record.task_id)
-        try:
-            self._reserve(record.task_id, message, uncommitted=False)
-        except RequestRefused:  # the reservation stands, with less time
-            message = None
+        with suppress(RequestRefused):  # the reservation stands, with less time
+            self._reserve(record.task_id, self._message(record.task_id), uncommitted=False)
         try:
             self.send(record)
         except Exception:
+            # A sweep sends it, or a repetition after the deadline.
             logger.exception("idempotency: %s is committed and not queued", record.identity)
-            if message is None:
-                # No sweep can send it. A client that polls gets 404, and sends the request again.
-                release_reservation(self.store, record)

@@ -7,13 +7,9 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.http import JsonResponse
-from django.utils.decorators import method_decorator
 from django.views import View
 
-__all__ = ["HANDLERS", "kinds"]
-
-#: Those whose handler is decorated.
-HANDLERS = ("handler", "async-handler", "rest", "rest-function", "rest-set")
+__all__ = ["kinds"]
 
 
 def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
@@ -27,7 +23,6 @@ def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
     from rest_framework.parsers import FormParser, JSONParser, MultiPartParser
     from rest_framework.response import Response
     from rest_framework.views import APIView
-    from rest_framework.viewsets import ViewSet
 
     def plain(request: Any, **url: Any) -> Any:
         status, told = work(request, **url)
@@ -41,27 +36,10 @@ def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
         status, told = work(request, **url)
         return Response(told, status=status)
 
-    @method_decorator(guarded, name="dispatch")
-    class Dispatched(View):
-        def post(self, request: Any, **url: Any) -> Any:
-            return plain(request, **url)
-
-        get = post
-
     class Handled(View):
         @guarded
         def post(self, request: Any, **url: Any) -> Any:
             return plain(request, **url)
-
-        get = post
-
-    @method_decorator(guarded, name="post")
-    @method_decorator(guarded, name="get")
-    class AsyncHandled(View):
-        async def post(self, request: Any, **url: Any) -> Any:
-            return await coroutine(request, **url)
-
-        get = post
 
     class Rest(APIView):
         authentication_classes = ()
@@ -71,17 +49,7 @@ def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
         def post(self, request: Any, **url: Any) -> Any:
             return responding(request, **url)
 
-        get = post
-
-    class RestSet(ViewSet):
-        authentication_classes = ()
-        permission_classes = ()
-
-        @guarded
-        def create(self, request: Any, **url: Any) -> Any:
-            return responding(request, **url)
-
-    @api_view(["GET", "POST"])
+    @api_view(["POST"])
     @authentication_classes([])
     @permission_classes([])
     @parser_classes([FormParser, MultiPartParser, JSONParser])
@@ -92,10 +60,7 @@ def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
     return {
         "plain": guarded(plain),
         "coroutine": guarded(coroutine),
-        "dispatch": Dispatched.as_view(),
         "handler": Handled.as_view(),
-        "async-handler": AsyncHandled.as_view(),
         "rest": Rest.as_view(),
         "rest-function": rest_function,
-        "rest-set": RestSet.as_view({"post": "create", "get": "create"}),
     }

@@ -24,8 +24,8 @@ BODIES = {
     "form": (FORM, b"currency=EUR&amount=1000", b"currency=EUR&amount=1"),
     "upload": (BOUNDARY, PART, PART[: PART.index(b"1000") + 1]),
 }
-VIEWS = ("form", "form_read", "rest_form", "by_caller")
-QUEUEING = ("form_later", "form_read_later", "form_bare_later", "rest_form_later", "aform_later")
+VIEWS = ("form", "form_read", "rest_form")
+QUEUEING = ("form_later", "form_bare_later", "aform_later")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_body_that_breaks_off_is_refused_and_its_key_is_free(
     assert broken.json["retryable"] is True
     assert runs(site, client.key) == 0
     answer = client.whole(kind, whole)
-    assert (answer.status, answer.replayed) == (200 if name == "by_caller" else 201, False)
+    assert (answer.status, answer.replayed) == (201, False)
     assert b"1000" in answer.body
     assert runs(site, client.key) == 1
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -14,28 +13,22 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections
 from django.db.transaction import non_atomic_requests
 from django.http import HttpResponse
-from django.middleware.clickjacking import XFrameOptionsMiddleware
-from django.middleware.security import SecurityMiddleware
 from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
-from django.views.decorators.clickjacking import xframe_options_exempt
-from django.views.decorators.gzip import gzip_page
 
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.http.status import describe
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
-from tests.http.kinds import HANDLERS, kinds
+from tests.http.kinds import kinds
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
 from tests.support.waiting import wait_for
 
 ALIAS = "atomic_requests"
-KINDS = ("plain", "coroutine", "dispatch", *HANDLERS)
-
 app = Celery("guards", broker="memory://", set_as_current=False)
 app.conf.idempotency_store = "memory://"
 
@@ -58,20 +51,6 @@ def options() -> dict[str, Any]:
 @pytest.fixture
 def factory() -> Any:
     return RequestFactory()
-
-
-@pytest.fixture
-def twice(factory: Any) -> Callable[..., tuple[Any, Any]]:
-    """Send one request two times."""
-
-    def twice(view: Any, **headers: str) -> tuple[Any, Any]:
-        headers["HTTP_IDEMPOTENCY_KEY"] = new_key()
-        return view(factory.post("/", **headers)), view(factory.post("/", **headers))
-
-    return twice
-
-
-Twice = Callable[..., tuple[Any, Any]]
 
 
 def written(text: str) -> int:
@@ -107,9 +86,7 @@ class Site:
 # Transactions --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", [each for each in KINDS if "async" not in each and each != "coroutine"]
-)
+@pytest.mark.parametrize("kind", ["plain", "handler", "rest"])
 def test_a_view_inside_a_transaction_is_refused(
     options: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,60 +255,3 @@ def test_an_answer_is_finished_once_and_a_replay_never(
     assert [answer.status_code for answer in answers] == [200, 200, 422]
     assert [answer.content for answer in answers[:2]] == [b'{"data":{"a":1}}'] * 2
     assert len(finished) == 1
-
-
-def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], twice: Twice) -> None:
-    @idempotent_view(**options)
-    @gzip_page
-    def long(request: Any) -> Any:
-        return HttpResponse("long " * 1000)
-
-    first, again = twice(long, HTTP_ACCEPT_ENCODING="gzip")
-    assert gzip.decompress(first.content) == b"long " * 1000
-    assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
-    assert again["Content-Encoding"] == first["Content-Encoding"] == "gzip"
-
-
-# A replay is as safe and as open as its first answer -----------------------------------------------------------------
-
-SAFE = {
-    "Content-Security-Policy": "default-src 'none'",
-    "X-Frame-Options": "SAMEORIGIN",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "unsafe-none",
-    "Permissions-Policy": "camera=()",
-    "X-Content-Type-Options": "nosniff",
-    "Access-Control-Allow-Origin": "https://shop.example",
-    "Access-Control-Allow-Credentials": "true",
-    "Access-Control-Expose-Headers": "Location, Retry-After, Idempotent-Replayed",
-    "Clear-Site-Data": '"cookies"',
-    "Pragma": "no-cache",
-    "Expires": "0",
-}
-
-
-def through_middleware(view: Any) -> Any:
-    """Have a view answer as in Django, with the middleware that sets these headers where they are not set."""
-    within: Any = XFrameOptionsMiddleware(view)
-    return SecurityMiddleware(within)
-
-
-def test_a_replay_has_the_headers_of_security_and_of_other_origins(
-    options: dict[str, Any], twice: Twice
-) -> None:
-    @idempotent_view(**options)
-    def strict(request: Any) -> Any:
-        return HttpResponse("<p>", headers=SAFE)
-
-    first, again = twice(through_middleware(strict))
-    assert again["Idempotent-Replayed"] == "true"
-    for answer in (first, again):
-        assert {name: answer.get(name) for name in SAFE} == SAFE
-
-
-def test_a_page_that_may_be_framed_may_be_framed_again(
-    options: dict[str, Any], twice: Twice
-) -> None:
-    view = xframe_options_exempt(idempotent_view(**options)(lambda _: HttpResponse("<p>")))
-    answers = twice(through_middleware(view))
-    assert ["X-Frame-Options" in answer for answer in answers] == [False, False]

@@ -83,26 +83,6 @@ def test_a_body_that_is_not_valid_is_400_and_the_key_stays_free(site: Site, path
     assert not first.replayed
 
 
-@BOTH
-def test_a_body_that_is_not_valid_never_gets_the_answer_of_another(site: Site, path: str) -> None:
-    """enqueue() is called by a view that has validated the body; a guarded view is not called for a key in use."""
-    key, later = new_key(), path == "/payments/"
-    bad = {**ORDER, "amount": 0}
-    with site.bank("closed"):
-        running = in_background(lambda: site.pay(path=path, key=key))
-        name = "testproject.payments.tasks.pay" if later else "http"
-        site.until(lambda: site.ask("GET", f"/idempotency/{name}/{key}"), other_than=404)
-        invalid, reused = (400, "body_invalid"), (422, "idempotency_key_reused")
-        assert site.pay(bad, path=path, key=key).problem() == (invalid if later else reused)
-    first = running.result(60)
-    site.settled(first) if first.status == 202 else None
-    assert site.pay(bad, path=path, key=key).problem() == (invalid if later else reused)
-    # Valid, and another one.
-    assert site.pay(OTHER, path=path, key=key).problem() == reused
-    assert site.pay(path=path, key=key).replayed
-    assert site.payments(key) == 1
-
-
 def test_a_caller_who_asks_too_often_is_429_and_the_key_stays_free(site: Site) -> None:
     def ask(key: str | None, hour: str) -> Answer:
         return site.ask("POST", "/t/throttled/", b"", key=key, X_Hour=hour)

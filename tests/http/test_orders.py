@@ -22,13 +22,12 @@ from celery_idempotent.django.http import (
     keyed_view,
 )
 from celery_idempotent.django.http.status import status
-from celery_idempotent.errors import InvalidOption, StoreUnavailable
+from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.http import enqueueing as core
 from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
 from tests.support.apps import redefine
-from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.waiting import wait_for
 
 Ask = Callable[..., Any]
@@ -187,22 +186,6 @@ def test_a_result_backend_that_is_down_is_503_for_who_asks_and_for_who_posts_aga
     assert json.loads(look(where).content)["result_kept"] is False
 
 
-def test_a_result_that_cannot_be_read_from_the_backend_is_not_kept(
-    charge: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kombu.exceptions import ContentDisallowed, DecodeError
-
-    where = queue(charge)["Location"]
-    end(charge)
-    for error in (DecodeError("x"), ContentDisallowed("y")):
-
-        def unreadable(*_: Any, error: Exception = error, **__: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(charge.app.backend, "get_task_meta", unreadable)
-        assert json.loads(look(where).content)["result_kept"] is False
-
-
 KEPT = Stored(content_type="application/json", content_encoding="utf-8", body=b'{"paid": 1}')
 
 
@@ -253,41 +236,12 @@ def test_an_unknown_key_and_a_store_that_is_down_are_problems_for_browsers_too(
 # In a coroutine, and what may be said -------------------------------------------------------------------------------
 
 
-def test_a_queued_record_has_the_message_of_a_pydantic_model_too(
-    app: Celery, settings: Callable[..., None]
-) -> None:
-    from celery_idempotent import IdempotentTask
-
-    def pay(order: Any) -> None: ...
-
-    task, order = make_pydantic_task(app, pay, base=IdempotentTask)
-    settings(CELERY_IDEMPOTENT_APP=app)
-    for _ in range(2):
-        assert enqueue(request(), task, args=[order(id=17)]).status_code == 202
-    definition = task.idempotency_definition()
-    record = _store(task).get(definition.identifier.identity("k", ("user", 7)))
-    assert definition.codec.load_message(record.message).args == [{"id": 17}]
-
-
 class CardError(Exception):
     """Made of other arguments than it hands on, as many are: Celery cannot make it again."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-@pytest.mark.parametrize("permanent", [(CardError,), (Exception,)], ids=["itself", "its base"])
-def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
-    charge: Any, permanent: tuple[type[Exception], ...]
-) -> None:
-    redefine(charge, idempotency_permanent_errors=permanent)
-    queue(charge)
-    end(charge, error=CardError("declined", "card"))
-    answer = queue(charge)
-    told = json.loads(answer.content)
-    assert (answer.status_code, told["retryable"]) == (500, False)
-    assert told["error"] == {"type": "CardError", "message": "declined"}
 
 
 def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -> None:
@@ -302,6 +256,15 @@ def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -
     assert answer["Idempotent-Replayed"] == "true"
     assert queue(charge, error_status={KeyError: 402}).status_code == 500
     assert queue(charge).status_code == 500
+
+
+def test_a_run_that_never_came_back_is_504(charge: Any) -> None:
+    queue(charge)
+    end(charge, error=ProcessingTimedOut("it never came back"))
+    answer = queue(charge)
+    told = json.loads(answer.content)
+    assert (answer.status_code, told["code"], told["retryable"]) == (504, "timed_out", False)
+    assert told["error"] == {"type": "ProcessingTimedOut", "message": "it never came back"}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
+from celery_idempotent.records import Identity
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key
 from tests.support.waiting import wait_for
@@ -99,58 +98,6 @@ def test_of_many_who_try_a_failure_again_at_once_one_is_queued(site: Site, store
     record = store.get(identity(site, key))
     assert record is not None
     assert record.attempts == 1
-
-
-def test_a_run_that_never_came_back_is_504(site: Site, store: Store) -> None:
-    key = new_key()
-    claimed = store.claim(
-        ClaimRequest(
-            identity=identity(site, key), attempt=b"12345678", lease_ms=1000, keep_ms=60_000
-        )
-    )
-    assert isinstance(claimed, Claimed)
-    error = {
-        "exc_type": "ProcessingTimedOut",
-        "exc_message": ["it never came back"],
-        "exc_module": "celery_idempotent.errors",
-    }
-    value = Stored(
-        content_type="application/json", content_encoding="utf-8", body=json.dumps(error).encode()
-    )
-    assert store.settle(
-        SettleRequest(record=claimed.record, state=State.FAILED, value=value, keep_ms=60_000)
-    )
-    answer = site.pay(key=key)
-    assert answer.problem() == (504, "timed_out")
-    assert answer.json["retryable"] is False
-    assert answer.json["error"] == {"type": "ProcessingTimedOut", "message": "it never came back"}
-
-
-def test_what_an_operator_completed_is_told_to_who_polls_and_to_who_posts_again(
-    site: Site, store: Store, producer: Celery
-) -> None:
-    key = new_key()
-    first = site.pay(order("acct_closed"), key=key)
-    assert site.settled(first)["state"] == "FAILED"
-    seen = store.get(identity(site, key))
-    assert seen is not None
-    receipt = {"receipt": "r-17"}
-    value = Stored(
-        content_type="application/json", content_encoding="utf-8", body=json.dumps(receipt).encode()
-    )
-    completed = operate(
-        producer,
-        seen.identity,
-        OperationRequest("complete", value=value),
-        token=seen.token,
-        state=seen.state,
-    )
-    assert completed is Outcome.DONE
-    told = site.settled(first)
-    assert (told["state"], told["result"]) == ("COMPLETED", receipt)
-    again = site.pay(order("acct_closed"), key=key)
-    assert (again.status, again.replayed, again.json["result"]) == (200, True, receipt)
-    assert site.payments(key) == 0
 
 
 def test_a_request_that_may_have_no_key_gets_one(site: Site) -> None:

@@ -80,13 +80,6 @@ def test_it_serves_and_stops_whole(tmp_path: Path, how: signal.Signals) -> None:
         wait_for(lambda: not any(map(alive, started)), 30, lambda: f"the end of {started}")
 
 
-@pytest.mark.parametrize("port", ["65536", pytest.param("http", marks=pytest.mark.wide)])
-def test_a_port_that_is_none_is_refused(tmp_path: Path, port: str) -> None:
-    with serving(tmp_path, port) as served:
-        assert served.process.wait(30) == 2
-        assert "PORT" in served.told()
-
-
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,

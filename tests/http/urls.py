@@ -21,10 +21,10 @@ urlpatterns = [
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
             *("plain", "patient", "status", "template"),
-            *("stream", "file", "stepping", "slow", "coroutine", "rest_inside"),
+            *("stream", "stepping", "slow", "coroutine", "rest_inside"),
             *("held", "aheld", "rest_held"),
-            *("throttled", "by_caller", "form", "form_read", "rest_form", "form_later"),
-            *("form_read_later", "form_bare_later", "rest_form_later", "aform_later"),
+            *("throttled", "form", "form_read", "rest_form", "form_later"),
+            *("form_bare_later", "aform_later"),
         )
     ],
     path("t/classy/", csrf_exempt(views.Classy.as_view())),
@@ -37,6 +37,5 @@ urlpatterns = [
     path("t/rolled-back/", views.rolled_back),
     path("t/hesitating/", views.hesitating),
     path("t/at-once/", views.at_once),
-    path("t/by-session/", csrf_exempt(views.by_session)),
     path("t/things/", views.Things.as_view({"post": "create"})),
 ]

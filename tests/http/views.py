@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from asgiref.sync import sync_to_async
 from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
-from django.http import FileResponse, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.http import HttpResponse, JsonResponse, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.views import View
@@ -26,7 +25,7 @@ from rest_framework.throttling import SimpleRateThrottle
 from rest_framework.viewsets import ViewSet
 
 from celery_idempotent import current_claim
-from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view, session_scope
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from testproject.payments import bank
 from testproject.payments.models import Payment
 from testproject.payments.tasks import pay
@@ -86,13 +85,6 @@ def template(request: Any) -> HttpResponse:
 def stream(request: Any) -> StreamingHttpResponse:
     number = ran(request)
     return StreamingHttpResponse((f"{number}{part}" for part in "abc"), content_type="text/plain")
-
-
-@guarded
-def file(request: Any) -> FileResponse:
-    ran(request)
-    content = os.urandom(2000)
-    return FileResponse(io.BytesIO(content), as_attachment=True, filename="bill.bin")
 
 
 @guarded
@@ -292,17 +284,6 @@ def at_once(request: Any) -> Any:
     return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
 
 
-@idempotent_view(scope=session_scope)
-def by_session(request: Any) -> HttpResponse:
-    return JsonResponse({"run": ran(request)})
-
-
-@idempotent_view(scope=caller, fingerprint=lambda request: request.headers["X-Caller"])
-def by_caller(request: Any) -> HttpResponse:
-    """Count the body for nothing, and read it."""
-    return HttpResponse(f"{ran(request)} {request.body.decode()}")
-
-
 def reading(view: Any) -> Any:
     """Parse the form before the view, as Django's own protection against forged requests does."""
 
@@ -341,19 +322,9 @@ def form_later(request: Any) -> HttpResponse:
     return pay_by(request, request.POST)
 
 
-form_read_later = reading(form_later)
-
-
 def form_bare_later(request: Any) -> HttpResponse:
     """Hand a request on that nobody has looked at."""
     return pay_by(request, request.POST)
-
-
-@api_view(["POST"])
-@parser_classes([FormParser, MultiPartParser, JSONParser])
-@keyed_view(scope=caller)
-def rest_form_later(request: Any) -> Any:
-    return pay_by(request, request.data)
 
 
 @keyed_view(scope=caller)

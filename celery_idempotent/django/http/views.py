@@ -28,11 +28,7 @@ from celery_idempotent.django.http.requests import (
     receive,
     request_fingerprint,
 )
-from celery_idempotent.django.http.responses import (
-    pack_response,
-    response_of,
-    returned_response,
-)
+from celery_idempotent.django.http.responses import pack_response, response_of, returned_response
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import Guard, RequestRun, to_the_end
@@ -141,10 +137,10 @@ class _DecoratedView:
 
     @cached_property
     def guard(self) -> Guard:
-        """What guards the view, under the settings that hold."""
+        """What guards the view, made for its first request: the project's app is known by then."""
         options = http_options(self._given)
         pack = partial(pack_response, max_bytes=options.max_response_bytes, name=self.name)
-        return Guard(self.name, self, options, lambda: get_store(celery_app()), pack)
+        return Guard(self.name, self, options, partial(get_store, celery_app()), pack)
 
 
 class _Call:
@@ -161,10 +157,10 @@ class _Call:
         self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
 
     def is_guarded(self) -> bool:
-        """Read the key; is there anything to do about this request but to call its view?
+        """Read the key, and the body of a request that is to be queued; is there more to do than to call the view?
 
         Raises:
-            RequestRefused: if the key is missing or malformed; of a request that is to be queued, for its body too.
+            RequestRefused: if the key is missing or malformed, or for that body.
         """
         request, options = self.request, self.options
         if request.method not in METHODS:
