@@ -49,18 +49,15 @@ class UnfinishedIndex(models.Index):
         return partial.create_sql(model, schema_editor, using, **kwargs)
 
 
-class NowMs(models.Func):
+class NowMs(models.Expression):
     """Milliseconds since the epoch by the database's clock, when the statement runs."""
 
     output_field = models.BigIntegerField()
-    arity = 0
 
     def as_sql(
         self,
         compiler: object,  # noqa: ARG002
         connection: BaseDatabaseWrapper,
-        *_: object,
-        **__: object,
     ) -> tuple[str, list[str | int]]:
         """Return the SQL of this vendor."""
         return dialect_of(connection.vendor).now_ms, []

@@ -1,14 +1,14 @@
 """A cache in Redis before a Django database: it answers for settled keys, and the database for everything else.
 
-An entry is a settled record, or a tombstone: its record is being changed or forgotten, or was within the last hour.
-Only who settled a record fills it in, after the COMMIT, with what the database has by then. A fill needs a ticket,
-which lives for ten seconds, and an entry that is there stays::
+An entry is a settled record, or for an hour the tombstone of one that was changed or forgotten. Only the settle of a
+record fills its entry, after the COMMIT, with what the database has by then. A fill needs a ticket, which lives for ten
+seconds, and never replaces an entry::
 
     settle   UPDATE, COMMIT ─ ticket ─ reads the record ───────────────────── fill: refused
     forget                                               tombstone ─ DELETE ─ tombstone
 
-So a fill that comes after a forget finds the tombstone, which outlives every ticket; after a flush it finds no ticket.
-Whoever dies in between leaves a tombstone (the database answers until it ends) or no entry.
+A fill after a forget finds the tombstone, which outlives every ticket; after a flush it finds no ticket. A process that
+dies in between leaves a tombstone (the database answers until it ends) or no entry.
 """
 
 from __future__ import annotations
@@ -137,17 +137,15 @@ class Cache:
                 logger.warning("idempotency: going without the cache for now: %s", error)
             self.away_until = time.monotonic() + _PAUSE
             raise
-        if self.away_until:
-            self.away_until = 0.0
-            logger.info("idempotency: the cache answers again: %s", self._link.where)
+        self.away_until = 0.0
         return answers
 
 
 class CachingStore(Store):
     """The verbs of a store with a ``cache``, a mixin before the store itself.
 
-    The cache only ever says that a key *is* settled. Everything else is the store's, a claim or reservation with
-    another fingerprint, too, and one of the very task that settled the key: its callbacks may have to be sent again.
+    The cache only says that a key *is* settled. The store answers everything else: another fingerprint too, and the
+    task that settled the key, whose callbacks may have to be sent again.
     """
 
     cache: Cache
@@ -179,7 +177,7 @@ class CachingStore(Store):
             return super().forget(identity, token=token, state=state)
 
     def forget_mark(self, identity: Identity, *, token: int) -> None:
-        """Forget what a run without retention left, also without the cache: who reads a copy of it forgets that."""
+        """Forget what a run without retention left, also without the cache: its copies answer no other task."""
         self.cache.bury(identity, must=False)
         super().forget(identity, token=token)
 
@@ -244,7 +242,7 @@ class HybridStore(CachingStore, DjangoStore):
         """Return the database alone."""
         return DjangoStore(self.alias)
 
-    def transaction(self, record: Record | None) -> ClaimTransaction:
+    def transaction(self, record: Record) -> ClaimTransaction:
         """Return the database's transaction; what it settles is cached after its COMMIT."""
         return ClaimTransaction(self.connections, record, self.fill)
 
@@ -253,11 +251,10 @@ def open_hybrid(url: str) -> HybridStore:
     """Open ``hybrid+redis://…?truth=alias``: before the database ``alias``, or ``default``."""
     address, _, query = url.removeprefix("hybrid+").partition("?")
     options = parse_qsl(query, keep_blank_values=True)
-    aliases = [value for name, value in options if name == "truth"] or ["default"]
-    if len(aliases) > 1 or not aliases[0] or any(mark in aliases[0] for mark in ":/?#@"):
+    alias, *others = [value for name, value in options if name == "truth"] or ["default"]
+    if others or not alias or any(mark in alias for mark in ":/?#@"):
         raise InvalidOption(
-            "a hybrid store's URL names one alias of Django's DATABASES as its truth: ?truth=alias, or none for"
-            " 'default'"
+            "a hybrid store's URL names one alias of Django's DATABASES as its truth: ?truth=alias"
         )
     rest = urlencode([(name, value) for name, value in options if name != "truth"])
-    return HybridStore(address + ("?" + rest if rest else ""), aliases[0])
+    return HybridStore(f"{address}?{rest}".removesuffix("?"), alias)

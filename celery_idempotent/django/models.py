@@ -1,4 +1,4 @@
-"""The tables of celery-idempotent in a Django database. Times are milliseconds since the epoch by its clock."""
+"""The tables in a Django database. Times are milliseconds since the epoch by its clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Record(models.Model):
     prune_ms = models.BigIntegerField(db_index=True)
     #: One more with every write: what was read is written only if nobody wrote since.
     version = models.IntegerField()
-    #: Its first letter; R is released: as if there were no row, it only keeps the token.
+    #: Its first letter, or R, released: as if there were no row, but for the token.
     state = models.CharField(max_length=1)
     #: Of the last claim: grows with every claim of the key, and is at least the time in microseconds.
     token = models.BigIntegerField()

@@ -1,14 +1,13 @@
 """The outbox: messages that are committed with the data they are about, and sent after that.
 
-A message is a row of the transaction that stages it, complete: task id, key, fingerprint, absolute times. Its process
-sends it after COMMIT, and deletes it once the broker has it; what a dead process left, a sweep sends the same::
+A message is a row of the transaction that stages it: task id, key, fingerprint, absolute times. Its process sends it
+after COMMIT, and deletes it once the broker has it; a sweep sends the same message if that process died::
 
     BEGIN ─ stage m1 ─ stage m2 ─ COMMIT ─┬─ send m1 ─ delete ─ send m2 ─┬─ delete
                                           └─ ✗ a sweep sends m1, m2      └─ ✗ a sweep sends m2 again: absorbed
 
-Until ``due_ms`` a message is its sender's. After that whoever moves the time, by one conditional UPDATE, may send it:
-no row is locked while a message is sent. One that cannot be sent stays, with the error beside it, and rests for a
-while, longer after each failure.
+Until ``due_ms`` a message is its sender's. After that one conditional UPDATE of that time takes it: no row is locked
+while a message is sent. One that cannot be sent stays, with its error, and rests longer after each failure.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
-from django.db import DatabaseError, connections, transaction
+from django.db import connections, transaction
 from django.db.models import F, QuerySet
 from kombu import pools
 from kombu.exceptions import OperationalError
@@ -70,8 +69,6 @@ LONGEST_BACKOFF_MS = 5 * 60_000
 #: The most messages that one sweep tries, and the longest it works: the next one goes on where it stopped.
 LIMIT = 10_000
 BUDGET_SECONDS = 25.0
-#: After so many messages in a row that did not reach the broker, a sweep does not try the others.
-MAX_UNREACHED = 3
 #: For so long after a message that did not reach the broker, others are not tried after their COMMIT.
 UNREACHED_SECONDS = 1.0
 #: How long a broker may take to confirm a message; after that it is sent again, under the same task id.
@@ -107,11 +104,11 @@ def stage(
     *,
     using: str = "default",
 ) -> str | None:
-    """Stage a call of a task in the transaction at work on the database ``using``; it is sent if that commits.
+    """Stage a call of a task in the open transaction of the database ``using``; it is sent if that commits.
 
+    ``task`` may be a signature whose call is one message: of a task, or a chain that an idempotent task leads;
     ``options`` are those of ``apply_async``. Returns the task id, ``None`` if the task's own ``apply_async`` chose not
-    to publish. ``task`` may be a signature whose call is one message: of a task, or a chain that an idempotent task
-    leads.
+    to publish.
 
     Raises:
         IdempotencyError: outside of a transaction, for any other canvas, or if the call cannot be serialized, or is too
@@ -172,9 +169,9 @@ def _leader(call: AnyTask | Sig) -> AnyTask:
 
 
 def _stage_call(task: AnyTask, call: DeferredCall, using: str) -> str:
-    """Stage one call, of an idempotent task one that is stamped already; return its task id.
+    """Stage one call, that of an idempotent task with its stamp; return its task id.
 
-    A sweep that sends it tomorrow knows neither this hour nor whose child it is: all of that is written down now.
+    Whatever depends on this moment or on the running task is resolved now: a sweep may send it tomorrow.
     """
     app, name = task.app, str(task.name)
     check = getattr(task, "__header__", None) if task.typing else None
@@ -201,7 +198,7 @@ def _stage_call(task: AnyTask, call: DeferredCall, using: str) -> str:
         task_id=task_id[:MAX_CHARS],
         key=found.identity.key if found else "",
         scope=found.identity.scope if found else "",
-        # The bytes, not the caller's objects, which may change before the commit.
+        # Now: the caller's objects may change before the commit.
         payload=_dump(task, call, options),
         created_ms=NowMs(),
         due_ms=NowMs() + LEASE_MS,
@@ -226,14 +223,9 @@ def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:
         return to_bytes(
             serializer.dump(dict(with_dumped_models(app, content)), max_bytes=MAX_BYTES)
         )
-    except InvalidOption:
+    except (InvalidOption, NotStored) as problem:
         raise IdempotencyError(
-            f"A call of {task.name} is serialized as {name!r}, which this app does not accept: it could not be read "
-            "again when it is sent. Add it to accept_content, or stage it with another serializer."
-        ) from None
-    except NotStored as problem:
-        raise IdempotencyError(
-            f"A call of {task.name}, with its options, cannot be staged: {problem}. Hand over a reference instead."
+            f"A call of {task.name}, with its options, cannot be staged: {problem}"
         ) from None
 
 
@@ -241,37 +233,24 @@ def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:
 
 
 def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
-    """Send what dead senders left, and what could not be sent before and has rested.
-
-    Safe to run on any number of machines at once: a message is held by one of them, for a lease.
-    """
+    """Send messages of dead senders, and those that could not be sent before; any number of sweeps may run at once."""
     until, messages = time.monotonic() + BUDGET_SECONDS, _rows(using)
     due = messages.filter(app=_name_of(app), due_ms__lte=NowMs()).order_by("due_ms", "pk")
     found = list(due.values_list("pk", flat=True)[:limit])
     if not found:
         return Sent()
-    sent = failed = unreached = refused = 0
+    sent = failed = 0
     for pk in found:
-        if time.monotonic() > until or unreached >= MAX_UNREACHED:
+        if time.monotonic() > until:
             break
-        try:
-            taken = due.filter(pk=pk).order_by().update(due_ms=NowMs() + LEASE_MS)
-        except DatabaseError:
-            refused += 1
-            continue
+        taken = due.filter(pk=pk).order_by().update(due_ms=NowMs() + LEASE_MS)
         message = messages.filter(pk=pk).first() if taken else None
         if message is None:  # another sweep's
             continue
         error = _send(app, using, message, add_to_parent=False)
         sent, failed = sent + (error is None), failed + (error is not None)
-        unreached = unreached + 1 if error and _is_unreachable(app, error) else 0
-    if refused:
-        logger.warning(
-            "idempotency: outbox of %s: %d messages could not be taken, and are left to the next sweep: are their rows "
-            "locked, or is the database read-only?",
-            using,
-            refused,
-        )
+        if error is not None and _is_unreachable(app, error):
+            break
     logger.info("idempotency: outbox of %s: %d messages sent, %d could not be", using, sent, failed)
     return Sent(sent=sent, failed=failed, more=due.exists())
 
@@ -297,7 +276,7 @@ def _name_of(app: Celery) -> str:
 
 
 def _send_after_commit(app: Celery, using: str, message: OutboxMessage, staged_at: float) -> None:
-    """Send one message; whatever fails, the transaction is committed, and a sweep sends it."""
+    """Send one message after its COMMIT; after a failure it is left to the sweep."""
     now = time.monotonic()
     if now < _unreached_until.get(app, 0):
         return

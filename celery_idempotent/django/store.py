@@ -1,14 +1,10 @@
 """Records in a Django database: one row a key, one statement for each verb of a task that meets nobody.
 
-A claim is an INSERT, a settle and a renewal are UPDATEs on condition that the token is still there. Everything else
-looks at the row without locking it, decides in Python by the table, and writes on condition that the version is still
-the one that it saw. So no isolation level, session or lock is relied on, and nothing is held while a task runs.
+A claim is an INSERT, a settle and a renewal are UPDATEs on condition of the token. Every other verb looks at the row
+without locking it, decides in Python by the table, and writes on condition that the version is still the one it saw.
+So no isolation level, session or lock is relied on, and nothing is held while a task runs.
 
-A run in its own transaction (:mod:`.sql.atomic`) is not renewed. It has a lock of the database's instead, which ends
-with the transaction; a look that finds the lease of such a run over and the lock taken says that the lease is alive.
-
-A page of a list is a stretch of an index, and of that what the filter selects. However few records a filter matches, a
-page looks at ``look_at`` rows at the most::
+A page of a list is a stretch of an index of at most ``look_at`` rows, filtered::
 
     index    │ r1 r2 r3 r4 r5 r6 │ r7 r8 …       look_at = 6
     page     │    r2       r5    │               two are selected
@@ -20,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -28,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, router
+from django.db.transaction import atomic
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Connections, Session
@@ -46,8 +43,6 @@ from celery_idempotent.django.sql.rows import (
 )
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
-    ATTEMPT_BYTES,
-    FINGERPRINT_BYTES,
     Counted,
     Identity,
     Page,
@@ -134,13 +129,8 @@ class DjangoStore(Store):
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
         """Claim or reserve a key: one INSERT where there is no row, or a look at the row."""
-        fields = args.fields
-        if args.attempt is None or len(args.attempt) != ATTEMPT_BYTES:
-            raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
-        if fields["fingerprint"] is not None and len(fields["fingerprint"]) != FINGERPRINT_BYTES:
-            raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
         # PostgreSQL knows no NUL, and a message may bring one.
-        fields["task_id"] = fields["task_id"].replace("\0", "\ufffd")
+        args.fields["task_id"] = args.fields["task_id"].replace("\0", "\ufffd")
         if verb == "reserve":
             return super()._take_key(verb, identity, args)
 
@@ -386,7 +376,11 @@ class DjangoStore(Store):
         """Is this SQLite, and the thread in a transaction?"""
         return self.connections.joined()
 
-    def transaction(self, record: Record | None) -> ClaimTransaction:
+    def unguarded_transaction(self) -> AbstractContextManager[object]:
+        """Return a transaction of the thread's connection, in which nothing is settled."""
+        return atomic(self.alias, durable=True)
+
+    def transaction(self, record: Record) -> ClaimTransaction:
         """Return the thread's own transaction: the task of this claim runs in it, and is settled in it."""
         return ClaimTransaction(self.connections, record)
 

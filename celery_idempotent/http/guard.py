@@ -71,7 +71,7 @@ class Guard:
         try:
             if run is not None:
                 return execute(run, partial(run.call, view))
-            with atomic.transactional(self.open_store(), self.name).transaction(None):
+            with atomic.transactional(self.open_store(), self.name).unguarded_transaction():
                 return view()
         except FingerprintMismatch:
             raise RequestRefused(

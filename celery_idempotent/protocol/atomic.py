@@ -63,7 +63,7 @@ def run_body(run: Run, body: Body) -> object:
         BaseException: the error of the body, or of the database at the commit.
     """
     if run.phase is Phase.UNGUARDED or run.policy.mode == "observe":
-        with transactional(run.open_store(), run.name).transaction(None):
+        with transactional(run.open_store(), run.name).unguarded_transaction():
             run.shield.open()
             value = body()
             run.shield.closed = True

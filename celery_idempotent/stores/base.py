@@ -126,7 +126,7 @@ class Store(ABC):
     :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not).
     """
 
-    #: Can a run be part of its transactions? Then it has `transaction`.
+    #: Can a run be part of its transactions? Then it has `transaction` and `unguarded_transaction`.
     supports_transactions: bool = False
     #: Does it count outcomes for operators? Then it has `count`, `counts` and `note_sweep`.
     supports_counting: bool = False
@@ -335,8 +335,12 @@ class Store(ABC):
         """Return this store, or the one behind its cache."""
         return self
 
-    def transaction(self, record: Record | None) -> Transaction:
-        """Return a transaction for the claim that returned ``record``; without one nothing is settled in it."""
+    def unguarded_transaction(self) -> AbstractContextManager[object]:
+        """Return a transaction in which nothing is settled."""
+        raise NotImplementedError(f"{type(self).__name__} has no transactions")
+
+    def transaction(self, record: Record) -> Transaction:
+        """Return a transaction for the claim that returned ``record``."""
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting

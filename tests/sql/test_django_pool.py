@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
-from celery import Celery
 
 from celery_idempotent.records import (
     Claimed,
@@ -20,10 +17,6 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from tests.sql import databases
-from tests.support.ledger import Ledger
-from tests.support.waiting import wait_for
-from tests.support.workers import Worker
 
 pytest.importorskip("psycopg_pool")
 pytest.importorskip("django")
@@ -37,10 +30,8 @@ pytestmark = pytest.mark.skipif(django.VERSION < (5, 1), reason="Django has no p
 
 KEY = Identity(namespace="pay", key="order-17")
 VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
-PATIENCE = 60
 #: How many connections the pool of a process opens at once: more than the store ever keeps.
 POOL = {"min_size": 6, "max_size": 6}
-KILLS = 6
 
 
 @pytest.fixture
@@ -85,63 +76,3 @@ def test_a_verb_opens_no_pool(pooled):
         assert store.alias not in connections[store.alias]._connection_pools
     finally:
         store.close()
-
-
-@pytest.mark.worker
-@pytest.mark.rabbitmq
-def test_children_that_are_killed_leave_no_pool_to_those_that_are_forked_after_them(
-    pooled: Callable[..., str],
-    start_worker: Callable[..., Worker],
-    ledger: Ledger,
-    rabbitmq_url: str,
-    rabbitmq_queue: str,
-    redis_url: str,
-    prefix: str,
-):
-    """The main process interrupts the claims of the dead ones, and the next child inherits what that has opened."""
-    alias = pooled(**POOL)
-    for table in ("effects", "accounts"):
-        databases.execute(alias, f"DROP TABLE IF EXISTS {table}")
-    databases.execute(
-        alias, "CREATE TABLE effects (id bigserial PRIMARY KEY, name varchar(200), token bigint)"
-    )
-    conf = {
-        "broker_url": rabbitmq_url,
-        "result_backend": redis_url,
-        "result_backend_transport_options": {"global_keyprefix": prefix},
-        "idempotency_store": "django://",
-        "idempotency_lease": 30,
-        "task_default_queue": rabbitmq_queue,
-    }
-    env = {
-        "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
-        "ATOMIC_DATABASES": json.dumps({"default": connections.databases[alias]}),
-        "ATOMIC_CONF": json.dumps(conf),
-    }
-    worker = start_worker("tests.sql.atomic_app", env=env, concurrency=2, queues=[rabbitmq_queue])
-    client = Celery("till", set_as_current=False)
-    client.conf.update(conf)
-    keys = [f"order-{n}" for n in range(KILLS * 5)]
-    for key in keys[::5]:
-        (ledger.path.parent / f"kill-{key}").write_text("6")
-    try:
-        results = {key: client.send_task("pay", (key,)) for key in keys}
-        for key, result in results.items():
-            assert result.get(timeout=PATIENCE) == f"paid {key}"
-        killed = [key for key in keys if (ledger.path.parent / f"killed-{key}").exists()]
-        assert len(killed) == KILLS
-        paid = databases.rows(alias, "SELECT name, count(*) FROM effects GROUP BY name")
-        assert dict(paid) == {name: 1 for key in keys for name in (key, f"{key} again")}
-        assert worker.log.count("is INTERRUPTED (crash") >= KILLS
-        # One that a burial is using may be in sight for a moment.
-        wait_for(lambda: _sessions(worker.pid) <= 2, PATIENCE, "the main process to have no pool")
-    finally:
-        client.close()
-        connections[alias].close_pool()  # type: ignore[attr-defined]
-
-
-def _sessions(pid: int) -> int:
-    """How many connections a process has with PostgreSQL, its own or inherited."""
-    port = int(connections.databases["test_postgresql_0"]["PORT"] or 5432)
-    found = psutil.Process(pid).net_connections()
-    return sum(getattr(each.raddr, "port", None) == port for each in found)

@@ -149,12 +149,6 @@ def test_of_a_transaction_that_is_undone_nothing_is_cached(store):
     assert isinstance(ask(store), Claimed)
 
 
-def test_a_transaction_without_a_claim_caches_nothing(store):
-    with store.transaction(None):
-        pass
-    assert store.cache.look(KEY) is None
-
-
 def test_inside_a_transaction_of_the_caller_nothing_is_cached_that_it_may_undo(store, alias):
     """Only on SQLite does a verb become part of it."""
     sqlite = connections[alias].vendor == "sqlite"

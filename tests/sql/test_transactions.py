@@ -148,7 +148,7 @@ def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(
     stores = [DjangoStore(store.alias)]
     with transaction.atomic(using=store.alias):
         stores[0].stats()
-    idle = [connection for _, connection in stores[0].connections._idle]
+    idle = list(stores[0].connections._idle)
 
     async def go() -> None:
         stores.clear()

@@ -84,4 +84,4 @@ def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(
     with pytest.raises(StoreMisconfigured, match="OwnStore has no transactions"):
         task.apply(throw=True)
     with pytest.raises(NotImplementedError, match="no transactions"):
-        store.transaction(None)
+        store.unguarded_transaction()

@@ -6,12 +6,11 @@
 
 Three things of the database do what the heartbeat does for other runs:
 
-- *The lock* (an advisory lock of the transaction on PostgreSQL, ``get_lock`` on MariaDB and MySQL) tells whoever finds
-  the lease over that the run is alive. Nobody renews: a renewal from another session would break the settle at
-  REPEATABLE READ ("could not serialize access due to concurrent update").
+- *The lock* (an advisory lock of the transaction on PostgreSQL, ``get_lock`` on MariaDB and MySQL) shows that the run
+  is alive once its lease is over. A renewal from another session would break the settle at REPEATABLE READ.
 - *The time-out* ends a transaction that is silent for a lease, as that of a frozen worker: the lock is free, and the
   next claim takes over. A statement that runs is no silence, however long it takes.
-- *The condition on the token* refuses whoever is late all the same.
+- *The condition on the token* refuses a late settle.
 
 SQLite has one writer, and nothing that ends a frozen one.
 """
@@ -56,8 +55,7 @@ _COMMIT_SECONDS = 10.0
 #: How often PostgreSQL looks whether the client of a running statement is still there.
 _CHECK_MS = 5_000
 
-#: The settle finds the transaction broken by an earlier error; its savepoint is gone: in another transaction, in none;
-#: MySQL.
+#: An earlier error broke the transaction; the savepoint is gone: in another transaction, in none; MySQL.
 _ENDED = ("25P02", "3B001", "25P01", 1305)
 #: A write in a read-only transaction.
 _READ_ONLY = "25006"
@@ -86,7 +84,7 @@ class TransactionEnded(StoreMisconfigured):
 
 
 class ClaimTransaction:
-    """The transaction of one claim, as a context; without a claim, a transaction only.
+    """The transaction of one claim, as a context.
 
     :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block brings. An error
     that leaves the block after that may come from a COMMIT whose answer was lost: :meth:`committed` asks the database.
@@ -95,7 +93,7 @@ class ClaimTransaction:
     def __init__(
         self,
         connections: Connections,
-        record: Record | None,
+        record: Record,
         after_commit: Callable[[Identity], None] | None = None,
     ) -> None:
         self.record = record
@@ -103,6 +101,10 @@ class ClaimTransaction:
         self._own = own = connections.own()
         self._session = connections.session_of(own, prepare=bool(connections.prepares))
         self._block = Atomic(connections.alias, True, False)
+        #: Finds the claim's row.
+        self._claim = digest(record.identity), record.token
+        #: The lease that the claim was made with.
+        self._lease_ms = max((record.deadline_ms or 0) - record.updated_ms, 1_000)
         #: Is it within the transaction of a TestCase?
         self._nested = own.in_atomic_block
         self._is_open = self._entered = self._lost = False
@@ -163,7 +165,7 @@ class ClaimTransaction:
             if found is not error:
                 raise
         else:
-            if self.record is not None and self._after_commit is not None:
+            if self._after_commit is not None:
                 self._after_commit(self.record.identity)
 
     def is_other_connection(self, connection: object) -> bool:
@@ -180,9 +182,7 @@ class ClaimTransaction:
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
-        """Refuse statements that write, for the length of a step: what it did stays when the run is rolled back.
-
-        By the database itself; MariaDB and MySQL have nothing of the kind within a transaction.
+        """Have the database refuse writes during a step, whose record outlives a rollback; MariaDB and MySQL cannot.
 
         Raises:
             IdempotencyError: for a statement that writes.
@@ -216,8 +216,6 @@ class ClaimTransaction:
         self._entered = True
         if vendor != "mysql":
             found = self._lock_row() if vendor == "postgresql" else self._lock_all()
-        if self.record is None:
-            return
         if not found:
             raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
         if found != [(1,)]:
@@ -230,16 +228,13 @@ class ClaimTransaction:
 
     def _lock_all(self) -> list[tuple[Any, ...]]:
         """Take SQLite's write lock first thing, by a write: a reader cannot wait for that later."""
-        claim = (b"", 0) if self.record is None else _claim_of(self.record)
         ours = self._session.execute(
-            f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}", claim
+            f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}", self._claim
         )
         return [(1,)] * ours
 
     def _lock_row(self) -> list[tuple[Any, ...]]:
-        if self.record is None:
-            return []
-        lease_ms = _lease_ms(self.record)
+        lease_ms = self._lease_ms
         bounds = {
             "idle_in_transaction_session_timeout": lease_ms,
             # For a client that takes no more of a result, over TCP.
@@ -254,31 +249,28 @@ class ClaimTransaction:
             f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
             " set_config('celery_idempotent.token', r.token::text, true)"
             f" FROM celery_idempotent_record r WHERE {_OURS}",
-            _claim_of(self.record),
+            self._claim,
         )
         return [row[:1] for row in found]
 
     def _lock_session(self) -> list[tuple[Any, ...]]:
         """Take the lock before the BEGIN: it and the time-out are the session's, and :meth:`_unlock` undoes both."""
-        if self.record is None:
-            return []
         # MySQL has no time-out for transactions: the session's own does it.
         mariadb = getattr(self._own, "mysql_is_mariadb", False)
         variable = "idle_transaction_timeout" if mariadb else "wait_timeout"
         ((locked, known, ours),) = self._session.rows(
             f"SELECT get_lock(%s, 0), @@SESSION.{variable},"
             f" (SELECT count(*) FROM celery_idempotent_record WHERE {_OURS})",
-            (self._lock_name(), *_claim_of(self.record)),
+            (self._lock_name(), *self._claim),
         )
-        lease = max(_lease_ms(self.record) // 1000, 1)
+        lease = self._lease_ms // 1000
         self._timeout = (variable, known)
         if not known or lease < known:
             self._session.execute(f"SET SESSION {variable} = {lease}")
         return [(locked,)] if ours else []
 
     def _lock_name(self) -> str:
-        assert self.record is not None
-        name, token = _claim_of(self.record)
+        name, token = self._claim
         return f"celery_idempotent:{name.hex().upper()}{token}"
 
     def settle(self, request: SettleRequest) -> bool:
@@ -322,11 +314,11 @@ class ClaimTransaction:
 
     def _commit(self) -> None:
         """Commit. What waits for that (``on_commit``) does not undo it: an exception there is logged, not raised."""
-        own, waiting = self._own, []
+        own, record, waiting = self._own, self.record, []
         if not self._nested:
             hooks: list[Any] = own.run_on_commit
             hooks[:] = [
-                (hook[0], partial(_call_hook, hook[1], self.record), False) for hook in hooks
+                (hook[0], partial(_call_hook, hook[1], record.identity), False) for hook in hooks
             ]
             waiting = [hook[1] for hook in hooks]
         try:
@@ -347,7 +339,6 @@ class ClaimTransaction:
         Raises:
             StoreUnavailable: if it is not over yet, or the database cannot be asked.
         """
-        assert self.record is not None
         identity, token = self.record.identity, self.record.token
         until, attempt = time.monotonic() + _COMMIT_SECONDS, 0
         while self._connections.run(self._holds_lock):
@@ -367,29 +358,24 @@ class ClaimTransaction:
 
     def _holds_lock(self, session: Session) -> bool:
         """Is a session, of whatever process, within the transaction of this claim's run?"""
-        assert self.record is not None
         return bool(
             session.rows(
                 "SELECT 1 FROM celery_idempotent_record r"
                 f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
-                _claim_of(self.record),
+                self._claim,
             )
         )
 
     def abandon(self) -> None:
-        """Close the connection if an exception that struck between two contexts left the transaction open.
-
-        The garbage collector would come too late: a verb on SQLite would be part of it.
-        """
+        """Close the connection if an exception that struck between two contexts left the transaction open."""
         if self._is_open and not self._nested:
             self._is_open = False
             drop(self._own)
 
     def _roll_back(self, error: BaseException) -> None:
-        """Roll back, whatever state the session is in.
+        """Roll back, whatever state the session is in; after a strike or an error close the connection.
 
-        Django turns autocommit on whatever came of its ROLLBACK, and that *commits* on MySQL and SQLite: a time limit
-        that strikes there would leave the writes of a task without their record. So the connection is closed then.
+        Django turns autocommit on even if its ROLLBACK failed, and that *commits* on MySQL and SQLite.
         """
         own, was_open, self._is_open = self._own, self._is_open, False
         entered, self._entered = self._entered, False
@@ -432,19 +418,18 @@ class ClaimTransaction:
                 raise
 
 
-def _call_hook(function: Callable[[], object], record: Record | None) -> None:
-    """Call what waited for the commit; one that fails does not stop the others, nor fails a task that is committed."""
+def _call_hook(function: Callable[[], object], identity: Identity) -> None:
+    """Call what waited for the commit; its failure stops no other, and fails no committed task."""
     try:
         function()
     except Exception:
         while isinstance(function, partial):
             function = function.func
-        key = "" if record is None else record.identity.key
         logger.exception(
             "idempotency: %s is committed, but a function that waited for that failed: %s",
-            "a task" if record is None else record.identity.namespace,
+            identity.namespace,
             getattr(function, "__qualname__", type(function).__qualname__),
-            extra={"idempotency_outcome": "on_commit_failed", "idempotency_key": key},
+            extra={"idempotency_outcome": "on_commit_failed", "idempotency_key": identity.key},
         )
 
 
@@ -471,11 +456,6 @@ def drop(own: BaseDatabaseWrapper) -> None:
         own.connection = None
 
 
-def _claim_of(record: Record) -> tuple[bytes, int]:
-    """Return what finds a claim's row."""
-    return digest(record.identity), record.token
-
-
 def _shorter(name: str, ms: int) -> str:
     """Return what sets a time-out of PostgreSQL for the transaction, unless a shorter one is set."""
     known = f"current_setting('{name}')"
@@ -483,8 +463,3 @@ def _shorter(name: str, ms: int) -> str:
         f"set_config('{name}', CASE WHEN {known}::interval BETWEEN '1ms' AND '{ms}ms' THEN {known}"
         f" ELSE '{ms}ms' END, true)"
     )
-
-
-def _lease_ms(record: Record) -> int:
-    """Return the lease that the claim was made with, a second at least."""
-    return max((record.deadline_ms or record.updated_ms) - record.updated_ms, 1_000)

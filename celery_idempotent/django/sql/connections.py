@@ -44,9 +44,8 @@ _RETRY_SECONDS = 10.0
 #: How many connections of the store a process uses at once. Who finds none free waits, and then opens one more.
 MAX_OPEN = 8
 _WAIT_SECONDS = 2.0
-#: How many idle ones stay open, and for how long.
+#: How many idle ones stay open.
 MAX_IDLE = 2
-_MAX_AGE = 60.0
 #: How often a statement is executed before psycopg prepares it.
 _PREPARE_AFTER = 3
 #: Lets psycopg prepare those that ask for it, and no other statement of the connection.
@@ -62,8 +61,8 @@ _NO_TABLE = ("42P01", 1146)
 #: Django takes it where it is there, else psycopg2.
 _PSYCOPG_3 = find_spec("psycopg") is not None
 
-#: Connections that a fork copied: their sockets are the parent's. Using them would mix the answers of both processes,
-#: and closing them (as the garbage collector does) would end the parent's session. So they are referenced for ever.
+#: Connections that a fork copied, referenced for ever: their sockets are the parent's, and closing them, as the garbage
+#: collector does, would end its sessions.
 _inherited: list[object] = []
 _known: weakref.WeakSet[Connections] = weakref.WeakSet()
 
@@ -131,8 +130,7 @@ class Connections:
         self.alias = alias
         #: May psycopg prepare statements? ``None``: not known before the first connection.
         self.prepares: bool | None = None
-        #: Was a verb used by a test? Then this process writes nothing more in the background: after the test, the alias
-        #: stands for the project's own database again.
+        #: Was a verb used by a test? After it, the alias is the project's database again: nothing is counted there.
         self.tested = False
         self._dialect: Dialect | None = None
         self._begin_empty()
@@ -141,13 +139,12 @@ class Connections:
     def _begin_empty(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._open: set[BaseDatabaseWrapper] = set()
-        self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
+        self._idle: list[BaseDatabaseWrapper] = []
         # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(MAX_OPEN):
             self._tickets.put(None)
-        # The heartbeat's thread may write counters after the store was closed: then a connection is idle again, and
-        # is closed with the store that nothing refers to any more.
+        # The heartbeat's thread may write counters after the store was closed: a connection is idle again.
         self._at_end = weakref.finalize(self, _close_all, self._open)
         self._at_end.atexit = False
 
@@ -221,7 +218,7 @@ class Connections:
         """Close the idle connections."""
         with contextlib.suppress(IndexError):
             while True:
-                self._close(self._idle.pop()[1])
+                self._close(self._idle.pop())
 
     def trouble(self, error: Error | None) -> StoreUnavailable | StoreMisconfigured:
         """Return our error for what the database raised: by whether trying again may help."""
@@ -263,23 +260,23 @@ class Connections:
             got = False
         try:
             connection = self._newest_idle() or self._new()
-            sound = False
+            is_reusable = False
             try:
                 if connection.connection is None:
                     self._connect(connection)
                 yield connection
-                sound = True
+                is_reusable = True
             except (_Changed, IdempotencyError):
-                sound = True
+                is_reusable = True
                 raise
             except Error as error:
                 # Any other exception may come out of a signal handler, in the middle of an exchange with the server.
-                sound = kind(error, connection.vendor) != "lost"
+                is_reusable = kind(error, connection.vendor) != "lost"
                 raise
             finally:
                 # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
-                if sound and len(self._idle) < MAX_IDLE and not under_test():
-                    self._idle.append((time.monotonic(), connection))
+                if is_reusable and len(self._idle) < MAX_IDLE and not under_test():
+                    self._idle.append(connection)
                 else:
                     self._close(connection)
         finally:
@@ -287,16 +284,13 @@ class Connections:
                 tickets.put(None)
 
     def _newest_idle(self) -> BaseDatabaseWrapper | None:
-        while True:
-            try:
-                used, connection = self._idle.pop()
-            except IndexError:
-                return None
-            most = max(_MAX_AGE, connection.settings_dict["CONN_MAX_AGE"] or 0)
+        with contextlib.suppress(IndexError):
+            connection = self._idle.pop()
             # During tests an alias stands for another database.
-            if time.monotonic() - used < most and not under_test():
+            if not under_test():
                 return connection
             self._close(connection)
+        return None
 
     def _new(self) -> BaseDatabaseWrapper:
         connection = connections.create_connection(self.alias)
