@@ -234,21 +234,6 @@ def test_the_status_page_shows_both_ledgers(client: Client, delivery: str) -> No
     assert client.post("/").status_code == 405
 
 
-def test_without_debug_a_secret_key_has_to_be_set() -> None:
-    env = {key: value for key, value in os.environ.items() if key != "DJANGO_SECRET_KEY"}
-    found = subprocess.run(
-        (sys.executable, "-m", "testproject", "check"),
-        cwd=ROOT,
-        env={**env, "DJANGO_SETTINGS_MODULE": "testproject.settings", "DJANGO_DEBUG": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert found.returncode != 0
-    assert "Set DJANGO_SECRET_KEY" in found.stderr
-
-
 @pytest.mark.parametrize("deploy", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_the_system_checks_find_what_is_wrong_with_tasks_that_nobody_has_imported_yet(
     tmp_path: Path, *, deploy: bool
@@ -313,86 +298,3 @@ def test_the_migrations_are_those_of_the_models(database: None) -> None:
     from django.core.management import call_command
 
     call_command("makemigrations", check=True, dry_run=True, verbosity=0)
-
-
-# The parts of the demo ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def demo(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The demo's directory, where its modules look for it."""
-    monkeypatch.setenv("DATABASE_PATH", str(tmp_path / "db.sqlite3"))
-    return tmp_path
-
-
-def test_the_report_judges_the_ledger_by_its_rows(
-    client: Client, demo: Path, delivery: str
-) -> None:
-    from rich.console import Console
-
-    from testproject.demo.report import Report
-    from testproject.webhooks.figures import ledgers
-    from testproject.webhooks.tasks import record_delivery
-
-    post(client, delivery=delivery)
-    post(client, delivery=delivery)
-    missing = str(uuid.uuid4())
-
-    def report(*deliveries: str) -> Any:
-        plain, idempotent = ledgers()
-        return Report(
-            accepted=2,
-            deliveries=len(deliveries),
-            plain=plain,
-            idempotent=idempotent,
-            outcomes={},
-            worker_kills=0,
-            process_kills=0,
-            seconds=1.0,
-            seed=1,
-            at_rest=True,
-            store="redis",
-            atomic=False,
-        )
-
-    def printed(report: Any) -> str:
-        console = Console(record=True, width=120, file=(demo / "out").open("w"))
-        report.print(console)
-        console.file.close()
-        return console.export_text()
-
-    right = report(delivery)
-    assert right.ok
-    assert right.plain.too_many == 1
-    assert "exactly once" in printed(right)
-    too_few = report(delivery, missing)
-    assert not too_few.ok
-    assert too_few.missing == 1
-    assert "must not happen" in printed(too_few)
-    record_delivery(delivery, "issues")  # a plain function call: nothing guards it
-    too_many = report(delivery)
-    assert not too_many.ok
-    assert too_many.idempotent.too_many == 1
-
-
-def test_the_demo_says_what_is_wrong_with_its_arguments() -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            (sys.executable, "-m", "testproject.demo", *arguments),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-
-    helped = run("--help")
-    assert helped.returncode == 0
-    assert "--events PATH" in helped.stdout
-    store = run("--store", "mongo")
-    assert store.returncode == 2
-    assert "hybrid" in store.stderr
-    absent = run("--events", "no/such/file.jsonl")
-    assert absent.returncode == 2
-    assert "no/such/file.jsonl" in absent.stderr
-    assert "Traceback" not in absent.stderr

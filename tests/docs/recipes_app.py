@@ -1,4 +1,4 @@
-"""The app of the recipes: the tasks of the page, a bank, a database, two providers, and a death at any line.
+"""The app of the recipes: the tasks of the page, a bank, a database and two providers.
 
 The providers are a database beside the ledger, outside of every process that dies. Given a key again, it says what
 it said the first time, as real ones do.
@@ -11,17 +11,16 @@ import json
 import os
 import signal
 import sqlite3
-import sys
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from celery import Celery
-from celery.signals import task_postrun, task_prerun, worker_ready
+from celery.signals import worker_ready
 
+from tests.support.apps import hurry
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import load
 
@@ -106,52 +105,13 @@ class Provider:
         return found
 
 
-# -- death at a line -------------------------------------------------------------------------------------------------
-
-
-def body_lines(task: Any) -> list[int]:
-    """Return the numbers of the lines on which the body of a task stops in a debugger."""
-    code = task.run.__func__.__code__ if hasattr(task.run, "__func__") else task.run.__code__
-    found = {line for _, _, line in code.co_lines() if line is not None}
-    return sorted(found - {code.co_firstlineno})
-
-
 def _die(subject: str) -> None:
     Ledger.from_env().append("died", subject)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _trace(frame: FrameType, event: str, _: Any) -> Any:
-    """Kill this process before the line that a file names for this order; each file serves once."""
-    if event == "call":
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        return _trace if (name, file) == ("pay", "recipes.md") else None
-    order = frame.f_locals.get("order_id")
-    place = "return" if event == "return" else str(frame.f_lineno)
-    with contextlib.suppress(FileNotFoundError):
-        (Ledger.from_env().path.parent / f"kill before {place} {order}").unlink()
-        _die(str(order))
-    return _trace
-
-
-def _hurry(sender: Any, **_: Any) -> None:
-    """Let the main process look after its children all the time, as it else does every five seconds."""
-    pool: Any = sender.pool._pool
-    sender.hub.call_repeatedly(0.1, pool.maintain_pool)
-
-
-def _on_prerun(**_: Any) -> None:
-    sys.settrace(_trace)
-
-
-def _on_postrun(**_: Any) -> None:
-    sys.settrace(None)
 
 
 app: Celery | None = None
 
 if SETTINGS_VARIABLE in os.environ and LEDGER_VARIABLE in os.environ:
     app = make_app(json.loads(os.environ[SETTINGS_VARIABLE]), Ledger.from_env().path.parent)
-    worker_ready.connect(_hurry, weak=False)
-    task_prerun.connect(_on_prerun, weak=False)
-    task_postrun.connect(_on_postrun, weak=False)
+    worker_ready.connect(hurry, weak=False)

@@ -19,6 +19,7 @@ from celery.beat import Scheduler
 
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.celery.sweep import SWEEP
+from celery_idempotent.testing import crash_matrix, isolated_records
 from tests.docs import recipes_app
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
@@ -135,34 +136,20 @@ class TestProviderKey:
         assert charge.delay("order-1", 1999).get(timeout=PATIENCE) == paid
 
 
-def deaths(app: Celery) -> list[str]:
-    """Return every place at which the payment can die: before each of its lines, at its end, after each effect."""
-    lines = recipes_app.body_lines(app.tasks[PAY])
-    assert len(lines) > 10
-    places = [f"before {line}" for line in lines] + ["before return"]
-    return [*places, "after charge", "after receipt"]
-
-
 class TestTwoProviders:
-    def test_a_payment_survives_a_kill_at_any_line(self, world: World):
-        places = deaths(world.app)
-        sent = {}
-        for place in places:
-            order = f"killed {place}"
-            (world.directory / f"kill {place} {order}").touch()
-            sent[place] = world.app.tasks[PAY].delay(order, 1999)
-        survived = {}
-        for place, result in sent.items():
-            order = f"killed {place}"
-            value = result.get(timeout=PATIENCE)
-            assert world.ledger.count("died", order) == 1, place
-            assert world.effects("charge", order) == world.effects("receipt", order) == 1, place
-            survived[place] = [world.calls(name, order) for name in ("charge", "receipt")]
-            assert set(value) == {"paid", "sent"}
-            assert world.app.tasks[PAY].delay(order, 1999).get(timeout=PATIENCE) == value
-        assert survived.pop("after charge") == [2, 1]
-        assert survived.pop("after receipt") == [1, 2]
-        assert set(map(tuple, survived.values())) == {(1, 1)}, survived
+    @pytest.mark.parametrize("provider", ["charge", "receipt"])
+    def test_a_payment_survives_a_kill_at_any_line(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, provider: str
+    ):
+        monkeypatch.setenv(LEDGER_VARIABLE, str(world.ledger.path))
+        with isolated_records(world.app):
+            report = crash_matrix(
+                world.app.tasks[PAY],
+                arguments=lambda order: [order, 1999],
+                effects=lambda order: world.effects(provider, order),
+            )
+        assert report.ok
+        assert len(report.places) > 10
 
 
 class TestObserve:

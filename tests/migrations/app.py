@@ -19,6 +19,7 @@ from typing import Any
 from celery import Celery, Task, current_task
 from celery.signals import worker_ready
 
+from tests.support.apps import hurry
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import load
 
@@ -83,15 +84,9 @@ def fence() -> None:
     """Do nothing: whatever was sent before this has arrived."""
 
 
-def _hurry(sender: Any, **_: Any) -> None:
-    """Let the main process look after its children all the time, as it else does every five seconds."""
-    pool: Any = sender.pool._pool
-    sender.hub.call_repeatedly(0.1, pool.maintain_pool)
-
-
 app: Celery | None = None
 
 if SETTINGS_VARIABLE in os.environ:
     app = make_app(json.loads(os.environ[SETTINGS_VARIABLE]))
     if LEDGER_VARIABLE in os.environ:
-        worker_ready.connect(_hurry, weak=False)
+        worker_ready.connect(hurry, weak=False)

@@ -138,37 +138,3 @@ def test_after_the_end_and_after_a_failure_the_next_call_runs(
 
 
 # What one of them has -----------------------------------------------------------------------------
-
-
-def test_a_call_that_waits_in_the_queue_is_not_published_again(shop: Shop, key: str):
-    first = shop.task(ONCE.after).apply_async((key,), countdown=1)
-    assert {shop.task(ONCE.after).delay(key).id for _ in range(3)} == {first.id}
-    first.get(timeout=PATIENCE)
-    shop.passed()
-    assert shop.starts(key) == 1
-
-
-def test_a_retry_keeps_its_key(shop: Shop, key: str):
-    shop.order("fail", key)
-    first = shop.task(SINGLETON.after).delay(key)
-    wait_for(lambda: first.state == "RETRY", PATIENCE, "the retry")
-    assert shop.task(SINGLETON.after).delay(key).id == first.id
-    first.get(timeout=PATIENCE)
-    assert (shop.starts(key), shop.ends(key)) == (2, 1)
-
-
-def test_a_duplicate_by_name_waits_its_turn(shop: Shop, key: str):
-    name = ONCE.after
-    gate = shop.order("closed1", key)
-    first = shop.app.send_task(name, (key,))
-    shop.started(key)
-    others = [shop.app.send_task(name, (key,)) for _ in range(2)]
-    shop.passed()
-    holder = shop.task(name).idempotency_record(key)
-    assert holder is not None
-    assert holder.task_id == first.id
-    assert shop.starts(key) == 1
-    gate.unlink()
-    assert len({each.get(timeout=PATIENCE) for each in (first, *others)}) == 3
-    runs = sorted(shop.ledger.entries(key=key), key=lambda entry: entry.time)
-    assert [entry.phase for entry in runs] == ["start", "end"] * 3  # one after the other

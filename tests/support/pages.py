@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import textwrap
 import warnings
@@ -35,7 +36,9 @@ def load(app: Celery, page: str, title: str, given: Mapping[str, Any]) -> Module
     name = re.sub(r"\W", "_", f"{page.rpartition('/')[2]}_{title}")
     module = ModuleType(name)
     vars(module).update(given, app=app)
-    code = compile(textwrap.dedent(block(page, title)), f"{page}.md", "exec")
+    text, file = textwrap.dedent(block(page, title)), f"<{page}.md: {title}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    code = compile(text, file, "exec")
     # The decorator of a page makes tasks for every app of this process, those of other tests as well.
     alone = mock.patch("celery.app.base.connect_on_app_finalize")
     with alone, warnings.catch_warnings():

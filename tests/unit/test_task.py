@@ -707,7 +707,8 @@ class TestAMessageThatCannotBePublishedAgain:
         monkeypatch.setattr(app.pool.connection.transport, "driver_type", "amqp")
         seen: list[float] = []
         monkeypatch.setattr(
-            "celery_idempotent.celery.republish._publish_again", lambda *sent: seen.append(sent[-1])
+            "celery_idempotent.celery.republish._publish_again",
+            lambda _, again: seen.append(again.options["countdown"]),
         )
         message = send(published, task, "k")
         hold(store, "k", "t")
