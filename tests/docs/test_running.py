@@ -16,7 +16,7 @@ from celery_idempotent.records import ClaimRequest, Identity, Selection, SettleR
 from celery_idempotent.stores import get_store, open_store
 from tests.docs import recipes_app
 from tests.stores.servers import Server, cluster, redis_binary, running
-from tests.stores.test_redis_servers import use
+from tests.stores.verbs import use
 from tests.support.admin import make_app
 from tests.support.apps import close_app
 from tests.support.ledger import Ledger

@@ -101,6 +101,11 @@ def test_sweeps_with_a_limit_begin_anywhere(redis_store):
     assert first == set(found.values())
 
 
+def test_a_key_that_is_given_back_leaves_the_index(redis_store, redis_client, names):
+    assert redis_store.release(KEY, token=claim(redis_store).token)
+    assert indexes(redis_client, names) == ({}, {})
+
+
 def test_a_prune_keeps_to_its_limit(redis_store, redis_client):
     for index in redis_store._keys.index(b"!failures")[:50]:
         redis_client.zadd(index, {"gone": 1})

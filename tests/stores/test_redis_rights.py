@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, redis_binary, running
-from tests.stores.verbs import VALUE, claim, renew, reserve, settle
+from tests.stores.verbs import LIVES, claim
 from tests.support.admin import make_app
 
 pytestmark = pytest.mark.redis
@@ -47,77 +46,6 @@ def store_with(server: Server):
     for store in made:
         store.close()
     server.client.flushall()
-
-
-def settled(store, key, state):
-    record = claim(store, key)
-    settle(store, record, state)
-    store.mark_delivered(key, token=record.token)
-
-
-def released(store, key, **how):
-    store.release(key, token=claim(store, key).token, **how)
-
-
-def released_with_a_step(store, key):
-    record = claim(store, key)
-    store.checkpoint(key, token=record.token, name="step", value=VALUE)
-    store.release(key, token=record.token)
-
-
-def retried(store, key):
-    reserve(store, key, message=b"message")
-    released(store, key, requeue_ms=60_000)
-
-
-def interrupted(store, key):
-    store.interrupt(key, token=claim(store, key).token)
-
-
-def claimed_again(store, key):
-    interrupted(store, key)
-    claim(store, key)
-
-
-def requeued(store, key):
-    reserve(store, key, message=b"message")
-    store.interrupt(key, token=claim(store, key, message=b"message").token)
-    store.requeue(key, deadline_ms=60_000)
-
-
-def swept(store, key):
-    claim(store, key, lease_ms=1)
-    time.sleep(0.01)
-    store.sweep(limit=10)
-
-
-def forgotten(store, key):
-    claim(store, key)
-    store.forget(key)
-
-
-def pruned(store, key):
-    settle(store, claim(store, key), State.FAILED, keep_ms=1)
-    time.sleep(0.01)
-    store.prune(limit=10)
-
-
-LIVES = {
-    "claimed": claim,
-    "reserved": reserve,
-    "completed": lambda store, key: settled(store, key, State.COMPLETED),
-    "failed": lambda store, key: settled(store, key, State.FAILED),
-    "released": released,
-    "released with a step": released_with_a_step,
-    "renewed": lambda store, key: renew(store, claim(store, key)),
-    "retried": retried,
-    "interrupted": interrupted,
-    "claimed again": claimed_again,
-    "requeued": requeued,
-    "swept": swept,
-    "forgotten": forgotten,
-    "pruned": pruned,
-}
 
 
 @pytest.mark.parametrize("missing", ["none", *RIGHTS])

@@ -15,18 +15,11 @@ import pytest
 import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import (
-    Held,
-    Identity,
-    Reserved,
-    Selection,
-    Settled,
-    State,
-)
+from celery_idempotent.records import Identity, Selection, State
 from celery_idempotent.stores import open_store as open_any_store
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, free_port, redis_binary, running, sentinel, valkey_binary
-from tests.stores.verbs import KEY, LEASE_MS, VALUE, ask, claim, renew, reserve, settle
+from tests.stores.verbs import KEY, VALUE, claim, renew, settle, use
 from tests.support.servers import need
 from tests.support.waiting import wait_for
 
@@ -35,47 +28,6 @@ pytestmark = pytest.mark.redis
 
 def open_store(url: str) -> Any:
     return open_any_store(url)
-
-
-def use(store):
-    """Use every verb, so that every script runs."""
-    record = claim(store)
-    assert isinstance(ask(store), Held)
-    assert renew(store, record, lease_ms=1) == [True]
-    time.sleep(0.005)
-    assert [swept.identity for swept in store.sweep(limit=10).interrupted] == [KEY]
-    record = claim(store)
-    assert store.interrupt(KEY, token=record.token) is not None
-    record = claim(store)
-    assert store.release(KEY, token=record.token)
-    record = claim(store)
-    assert settle(store, record, State.FAILED, keep_ms=1)
-    time.sleep(0.005)
-    assert store.prune(limit=10) == 1
-    record = claim(store)
-    assert settle(store, record)
-    answer = ask(store)
-    assert isinstance(answer, Settled)
-    assert answer.record.value == VALUE
-    assert store.mark_delivered(KEY, token=record.token)
-    assert store.forget(KEY)
-    use_reserved(store)
-    store.close()
-
-
-def use_reserved(store):
-    """Use the verbs of reserved keys, steps and messages, so that every script runs."""
-    assert isinstance(reserve(store), Reserved)
-    record = claim(store, lease_ms=1, on_stale="requeue", message=b"{}")
-    assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
-    time.sleep(0.005)
-    assert [swept.identity for swept in store.sweep(limit=10).requeued] == [KEY]
-    record = claim(store, message=b"{}")
-    assert store.release(KEY, token=record.token, requeue_ms=LEASE_MS)
-    record = claim(store, message=b"{}")
-    assert store.interrupt(KEY, token=record.token)
-    assert store.requeue(KEY, deadline_ms=LEASE_MS).steps == (("pay", VALUE),)
-    assert store.forget(KEY)
 
 
 class TestUnixSocket:
