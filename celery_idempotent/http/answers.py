@@ -1,18 +1,17 @@
-"""Answers as data: problems (RFC 9457), one code a condition, and the stored response of a view.
+"""Answers as data: problems (RFC 9457), and the stored response of a view.
 
-A response is stored as an HTTP message, and a repetition gets the same bytes::
+It is an HTTP message::
 
-    HTTP/1.1 201 Created
-    Content-Type: application/json
-    Location: /payments/17/
+HTTP/1.1 201 Created
+Content-Type: application/json
+Location: /payments/17/
 
-    {"id": 17}
+{"id": 17}
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -22,9 +21,8 @@ from celery_idempotent.records import Stored
 
 logger = logging.getLogger(__name__)
 
-#: After so many seconds a client may ask again; the header that says so.
-RETRY_AFTER: Final = 1
-WAIT: Final = (("Retry-After", str(RETRY_AFTER)),)
+#: Says after how many seconds a client may ask again.
+WAIT: Final = (("Retry-After", "1"),)
 #: Tells a replay from the first answer.
 REPLAYED: Final = "Idempotent-Replayed"
 
@@ -79,8 +77,7 @@ class RequestRefused(Exception):
 
     def answer(self, docs_url: str | None = None) -> Answer:
         """Return the answer to the request."""
-        wait = RETRY_AFTER if CONDITIONS[self.code][0] in (409, 503) else None
-        return make_problem(self.code, str(self), retry_after=wait, docs_url=docs_url)
+        return make_problem(self.code, str(self), docs_url=docs_url)
 
 
 def make_problem(
@@ -90,30 +87,29 @@ def make_problem(
     status: int | None = None,
     title: str | None = None,
     retryable: bool | None = None,
-    retry_after: float | None = None,
     docs_url: str | None = None,
     **members: object,
 ) -> Answer:
     """Return a problem: one of the library's, or one of your own with ``status``, ``title`` and ``retryable``.
 
-    ``retry_after`` are seconds. With ``docs_url`` the type is a link into it, else ``about:blank``.
+    A 409 and a 503 have ``Retry-After``. With ``docs_url`` the type is a link into it, else ``about:blank``.
     """
     usual_status, usual_title, usual_retryable = CONDITIONS.get(code, (400, code, False))
+    status = status or usual_status
     headers = [("Content-Type", "application/problem+json"), ("Cache-Control", "no-store")]
-    if retry_after is not None:
-        headers.append(("Retry-After", str(max(math.ceil(retry_after), 1))))
+    headers += WAIT if status in (409, 503) else ()
     if docs_url:
         headers.append(("Link", f'<{docs_url}>; rel="describedby"; type="text/html"'))
     body: dict[str, object] = {
         "type": f"{docs_url}#{code}" if docs_url else "about:blank",
         "title": title or usual_title,
-        "status": status or usual_status,
+        "status": status,
         "detail": detail,
         "code": code,
         "retryable": usual_retryable if retryable is None else retryable,
         **members,
     }
-    return Answer(status or usual_status, headers, body)
+    return Answer(status, headers, body)
 
 
 # -- stored responses --------------------------------------------------------------------------------------------------

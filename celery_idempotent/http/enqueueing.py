@@ -131,11 +131,7 @@ class Order:
     # -- the framework's part ------------------------------------------------------------------------------------------
 
     def read(self) -> tuple[str, object]:
-        """Return the key and the scope of the request.
-
-        Raises:
-            RequestRefused: if its key or its caller is not known, or its body is not whole.
-        """
+        """Return the key and the scope of the request."""
         raise NotImplementedError
 
     def status_url(self) -> str | None:
@@ -180,11 +176,7 @@ class Order:
         return Answer(202, [], {"state": State.QUEUED.value})
 
     def _answer(self, record: Record, replayed: bool) -> Answer:
-        """Return 202 until it is done, 200 with the result, or the error.
-
-        Raises:
-            RequestRefused: ``result_unavailable``, if the result backend does not answer.
-        """
+        """Return 202 until it is done, 200 with the result, or the error."""
         marks = [(REPLAYED, "true")] if replayed else []
         if record.state is State.FAILED:
             failure = failure_of(record, self.task)
@@ -211,11 +203,8 @@ class Order:
     def place(self) -> tuple[Record, bool]:
         """Reserve the key and send the message, or find the first request's record; return it, and whether it is that.
 
-        The store is asked again in three cases:
-
-        - An earlier reservation is past its deadline: it is made anew, under the same task id.
-        - The first request has not committed its reservation yet: this one waits for that.
-        - The first request failed, and may be tried again: its record is deleted.
+        The store is asked again after a reservation that is past its deadline or not committed yet, and after a failure
+        that may be tried again.
 
         Raises:
             RequestRefused: if the key was used with other content, the store does not answer, or the first request does
@@ -286,11 +275,7 @@ class Order:
         return self._persist(partial(self.store.reserve, request))
 
     def _persist(self, verb: Callable[[], T]) -> T:
-        """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost.
-
-        Raises:
-            RequestRefused: if the store does not answer.
-        """
+        """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost."""
         try:
             return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
         except STORE_ERRORS as error:
@@ -322,11 +307,7 @@ class Order:
         return self.definition.codec.dump_message(again)
 
     def _queue(self, record: Record) -> None:
-        """Send the message, now or after the COMMIT.
-
-        Raises:
-            RequestRefused: if the broker, or the database of the outbox, does not take it.
-        """
+        """Send the message, now or after the COMMIT."""
         try:
             self.queue(record)
         except BaseException as error:

@@ -8,9 +8,6 @@
            ├─ Held ───────▶ 409, Retry-After
            ├─ Mismatched ─▶ 422
            └─ no answer ──▶ 503
-
-To the protocol the view is a body. A web framework brings its request as data, and sends what comes back: what the view
-returned, an :class:`.Answer`, or a :class:`.RequestRefused`.
 """
 
 from __future__ import annotations
@@ -136,11 +133,7 @@ class RequestRun(Run):
 
 
 def stored_answer(record: Record) -> Answer:
-    """Return the answer that the record of a view has.
-
-    Raises:
-        RequestRefused: if the request failed for good, or its response was not kept.
-    """
+    """Return the answer that the record of a view has."""
     if record.state is State.FAILED:
         failure = failure_of(record, None)
         raise RequestRefused(failure.code, failure.detail)
@@ -172,12 +165,8 @@ class ResponseCodec:
 async def to_the_end(work: Awaitable[T]) -> T:
     """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
 
-    A server cancels a coroutine when its client hangs up; between an effect and its record it must not::
-
-        client       view (cancelled)           the same, to its end
-        POST    ───▶ charge: done               charge: done
-        hangs up ──✂ CancelledError, release    … answer, settle, CancelledError
-        POST    ───▶ charge: once more          the first answer
+    A server cancels a coroutine when its client hangs up. Between an effect and its record that would release the key,
+    and the next attempt would charge once more.
     """
     contexts: list[Context] = []
 

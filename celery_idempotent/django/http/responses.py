@@ -50,11 +50,7 @@ def pack_response(response: HttpResponseBase, *, max_bytes: int, name: str) -> S
 
 
 def returned_response(returned: object, name: str) -> HttpResponseBase:
-    """Return what a view returned, if it is a response.
-
-    Raises:
-        ImproperlyConfigured: if it is something else, which a framework would have made a response of.
-    """
+    """Return what a view returned, if it is a response."""
     if isinstance(returned, HttpResponseBase):
         return returned
     if inspect.iscoroutine(returned):

@@ -1,7 +1,6 @@
 """``@idempotent_view`` and ``@keyed_view``: for functions, coroutines and the methods of views that handle requests.
 
-Who calls is known before the claim: a function has its user from Django's middleware, and Django REST framework calls a
-handler after authentication, permissions and throttles::
+Who calls is known before the claim: Django REST framework calls a handler after authentication::
 
     function, coroutine             key ─ body ─ claim ─ the view
     handler of Django               dispatch() ─ key ─ body ─ claim ─ the handler
@@ -157,11 +156,7 @@ class _Call:
         self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
 
     def is_guarded(self) -> bool:
-        """Read the key, and the body of a request that is to be queued; is there more to do than to call the view?
-
-        Raises:
-            RequestRefused: if the key is missing or malformed, or for that body.
-        """
+        """Read the key, and the body of a request that is to be queued; is there more to do than to call the view?"""
         request, options = self.request, self.options
         if request.method not in METHODS:
             return False
@@ -173,12 +168,7 @@ class _Call:
         return key is not None or options.atomic
 
     def answer(self, run: Callable[[], object]) -> HttpResponseBase:
-        """Answer the request, from the view or from the record.
-
-        Raises:
-            RequestRefused: if it is not carried out.
-            Exception: what the view raises, or the reading of the body; the key is free then.
-        """
+        """Answer the request, from the view or from the record."""
         key, claiming = self.request.idempotency_key, None
         if key is not None:
             receive(self.request, self.options)
@@ -201,11 +191,7 @@ class _Call:
         return self.guard.kept(response, response.status_code)
 
     def _refused_replay(self) -> HttpResponseBase | None:
-        """Return the answer to a caller who may not have the replay, ``None`` for any other.
-
-        Raises:
-            PermissionDenied: if ``authorize`` returns neither ``True`` nor a response.
-        """
+        """Return the answer to a caller who may not have the replay, ``None`` for any other."""
         if self.options.authorize is None:
             return None
         found = self.options.authorize(self.seen, *self.args, **self.kwargs)
@@ -231,11 +217,7 @@ class _Call:
 
 
 def _refuse_open_transactions() -> None:
-    """Refuse to run inside a transaction: a record is settled after the COMMIT.
-
-    Raises:
-        ImproperlyConfigured: if there is a transaction around the guard.
-    """
+    """Refuse to run inside a transaction: a record is settled after the COMMIT."""
     for connection in connections.all(initialized_only=True):
         for block in getattr(connection, "atomic_blocks", ()):
             if not getattr(block, "_from_testcase", False):
