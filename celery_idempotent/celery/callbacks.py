@@ -1,23 +1,22 @@
 """The callbacks of a finished task (links, chain, chord part, errbacks): Celery sends them, the record is marked.
 
-Celery sends all of them after the run. A worker may die before that, and then the message comes back and finds its own
-record settled. So the record is marked as *delivered* when Celery reports the end of the task, its last step::
+A worker may die after the settle and before Celery has sent all of them. The message then comes back and finds its
+own record. So the record is marked as *delivered* when Celery reports the end of the task, its last step::
 
     run ─ settle ─┬─ ✗ ······················ redelivered: answered in full, Celery sends
                   └─ Celery: links, chain, result, chord part, task_success ─ mark ─┬─ ✗ ── redelivered: silent
                                                                                     └─ ack
     between the sending and the mark: sent twice, under ids made from the parent's, so it takes effect once
 
-Celery takes an error of its own sending for the task's: it stores FAILURE, sends errbacks, fails the chord and
-acknowledges. From the settle to the end of the delivery the tracer therefore finds a backend that does none of it, and
-the main process gives the message back::
+An error while Celery sends would make the task a FAILURE. So from the settle to the end of the delivery the tracer
+finds a view of the result backend that stores none, and the message comes back::
 
     run ─ settle ─ Celery sends ─┬─ all: task_success ─ mark ─ ack
                                  └─ ✗ no FAILURE ─┬─ published again with a countdown ─ ack
                                                   └─ ✗ the broker is away: pause ─ requeue
 
-The next delivery is answered from the record, and Celery sends again. Hooks and signals of the task (``on_failure``,
-``task_failure``) report each error. A permanent error (an unknown serializer) fails the task, as with Celery.
+Hooks and signals (``on_failure``, ``task_failure``) report each error. A permanent error (an unknown serializer) fails
+the task, as with Celery.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ logger = logging.getLogger(__name__)
 #: How long a process waits before its message goes back to a broker that is away, in seconds.
 PAUSE = 1.0
 
-#: On an exception, which takes it to the main process: the outcome for the message that ended with it.
+#: An attribute of the exception that a message ended with: what the main process does with the message instead.
 OUTCOME = "idempotency_outcome"
 
-#: These come from a signature or a value: the next try would meet them again.
+#: Errors of a signature or a value: the next try would meet them again.
 _PERMANENT = (SerializationError, SerializerNotInstalled, IdempotencyError)
-#: So do these, unless a client of a broker or server raises them when its connection breaks.
+#: The same, unless a client of a broker or server raises them when its connection breaks.
 _AMBIGUOUS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
 
@@ -66,9 +65,9 @@ def brings_callbacks(request: Context) -> bool:
 
 
 def chord_is_claimed(task: AnyTask, request: Context) -> bool:
-    """Is there a process, living or dead, that claimed the chord of this part, to publish its body or to fail it?
+    """Has a process, living or dead, claimed the chord of this part, to publish its body or to fail it?
 
-    Celery >= 5.7 lets no other process do so while that claim lasts (on Redis), and returns the part in vain::
+    While that claim lasts (on Redis), Celery >= 5.7 lets no other process do so, and returns the part in vain::
 
         process A   the last part ─ claims the chord ─ ✗ SIGKILL, or the backend does not answer
         process B                               the same part ─ waits until the claim is over ─ claims the chord
@@ -78,20 +77,20 @@ def chord_is_claimed(task: AnyTask, request: Context) -> bool:
         return False
     try:
         claim = backend.get(backend.get_key_for_group(str(request.group), ".c"))
-    except Exception:  # noqa: BLE001  it could not take the part, either
+    except Exception:  # noqa: BLE001  it could not take the part either
         return True
     return claim not in (None, b"done")
 
 
-#: The delivery that was settled last in this context, until Celery reports the end of its task. Not on its request: the
-#: tracer reports errors also when it has put that away.
+#: The delivery that was settled last in this context, until Celery reports the end of its task. (The tracer has put its
+#: request away when it reports an error.)
 settled_run: ContextVar[DeliveredRun | None] = ContextVar("idempotency_settled_run", default=None)
 
 
 def expect_callbacks(
     run: DeliveredRun, state: State, token: int | None, *, age_ms: int = 0
 ) -> None:
-    """Have a record, settled so long ago, marked when Celery is done with this delivery."""
+    """Have a record, settled ``age_ms`` ago, marked when Celery is done with this delivery."""
     # An eager call has no message that could come back.
     left_ms = 0 if run.request.is_eager else run.policy.settled_keep_ms // 2 - age_ms
     run.ended_as, run.mark_token = state, token
@@ -108,14 +107,13 @@ def mark_success(sender: AnyTask, **_: object) -> None:
 def mark_failure(sender: AnyTask, **_: object) -> None:
     """Mark the record of a task whose errbacks Celery has sent (``task_failure``).
 
-    Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
-    and stays undelivered.
+    A COMPLETED record stays unmarked: Celery sends this signal also if it could not send the callbacks of a success.
     """
     _mark(sender, State.FAILED)
 
 
 def _mark(task: AnyTask, state: State) -> None:
-    """Mark the record as delivered; if that fails, its callbacks may be sent once more."""
+    """Mark the record as delivered; if that fails, its callbacks may be sent again."""
     run = settled_run.get()
     if run is None or run.task_id != task.request.id or run.ended_as is not state:
         return
@@ -126,8 +124,8 @@ def _mark(task: AnyTask, state: State) -> None:
         get_store(task.app).mark_delivered(run.identity, token=run.mark_token)
     except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
         logger.warning(
-            "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
-            "come back, they are sent again, under the same ids: %s",
+            "idempotency: %s is done and its callbacks are sent, but it could not be marked: if its message comes "
+            "back, they are sent again, under the same ids: %s",
             run.identity,
             error,
         )
@@ -161,7 +159,7 @@ class BackendAfterSettle:
 
 
 def _comes_back(run: DeliveredRun, ended_with: BaseException, trouble: BaseException) -> bool:
-    """Have the message come back, if this trouble may pass; ``False`` if it does not."""
+    """Have the message come back if this trouble is transient; return whether it does."""
     reason = type(trouble).__name__
     may_pass = time.monotonic() <= run.comes_back_until and is_transient(trouble)
     published = may_pass and republish.come_back(run)

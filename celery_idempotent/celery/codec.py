@@ -1,4 +1,4 @@
-"""How a task's result and exception are stored and come back: as Celery's result backend would give them."""
+"""Serializes a task's result and exception, and reads them as Celery's result backend would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskCodec:
-    """Writes and reads the values of one task; a value that cannot be stored is settled without it, with a warning."""
+    """Writes and reads the values of one task; a value that cannot be stored is left out, with a warning."""
 
     def __init__(self, app: Celery, task: str, policy: Policy) -> None:
         conf = app.conf
@@ -42,7 +42,7 @@ class TaskCodec:
         accept = tuple(conf.result_accept_content or conf.accept_content)
         name = policy.serializer or first_accepted(conf.result_serializer, accept)
         self._serializer = Serializer(name, accept)
-        #: An app may publish what it does not accept, as long as it does not run it.
+        #: An app may publish in a format that it does not accept itself.
         accept = tuple(conf.accept_content)
         self._messages = Serializer(first_accepted(conf.task_serializer, accept), accept)
 
@@ -58,7 +58,7 @@ class TaskCodec:
 
     @cached_property
     def _nothing(self) -> Stored | None:
-        """What most tasks return; kombu takes longer to write it than the record takes to pack."""
+        """The serialized ``None``, which most tasks return: kombu is slow."""
         return self._dump(None, State.COMPLETED)
 
     def dump_error(self, error: BaseException) -> Stored | None:
@@ -80,25 +80,17 @@ class TaskCodec:
         return None
 
     def dump_given(self, value: object) -> Stored:
-        """Serialize a result that a person gives, also where the task keeps none.
-
-        Raises:
-            NotStored: if it cannot be, or is too large (``idempotency_max_result_bytes``).
-        """
+        """Serialize a result that a person gives, or raise ``NotStored``."""
         return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
 
     def dump_step(self, name: str, value: object) -> Stored:
-        """Serialize the result of a step.
-
-        Raises:
-            IdempotencyError: if it cannot be, or is too large.
-        """
+        """Serialize the result of a step, or raise ``IdempotencyError``."""
         try:
             return self.dump_given(value)
         except NotStored as problem:
             raise IdempotencyError(
-                f"The result of step {name!r} of {self._task} cannot be recorded ({problem}): let the step return what "
-                "the serializer can write, or less of it."
+                f"The result of step {name!r} of {self._task} cannot be recorded ({problem}): return a value from the "
+                "step that the serializer can write, or a smaller one."
             ) from None
 
     def load_value(self, stored: Stored) -> object:
@@ -106,16 +98,16 @@ class TaskCodec:
         return self._serializer.load(stored)
 
     def load_error(self, stored: Stored | None) -> Exception:
-        """Return the stored exception, to be raised again; whatever else was stored never is."""
+        """Return the stored exception; ``ResultUnavailable`` if there is none that may be raised again."""
         if stored is None:
             return ResultUnavailable(
-                f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
+                f"{self._task} failed for good, and its exception was not stored: see the log of its worker."
             )
         backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
         written = self.load_value(stored)
         try:
             error = backend.exception_to_python(written)
-        except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
+        except Exception as damaged:  # noqa: BLE001  it may be no exception at all
             return ResultUnavailable(
                 f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
             )
@@ -126,10 +118,10 @@ class TaskCodec:
         )
 
     def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], object]:
-        """Return the class of a stored exception and what its text is made of, also if Celery cannot make it again.
+        """Return the class of a stored exception and what its text is made of, also if Celery cannot rebuild it.
 
-        It cannot if the class takes other arguments than it hands to ``super().__init__``: ``load_error`` then returns
-        another. The class is looked for where Celery looks: in the modules that this process has imported.
+        It cannot if the class takes other arguments than it passes to ``super().__init__``. As Celery does, this looks
+        for the class in the modules that are imported.
         """
         error = self.load_error(stored)
         kind = type(error)
@@ -149,7 +141,7 @@ class TaskCodec:
         return found, arguments
 
     def dump_message(self, signature: Sig) -> bytes | None:
-        """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
+        """Serialize a message that a sweep may publish again; ``None`` if that fails."""
         try:
             return to_bytes(self._messages.dump(dict(with_dumped_models(self._app, signature))))
         except NotStored as problem:

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -16,7 +17,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 from celery_idempotent import backoff
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
-from celery_idempotent.keys.stamp import as_mapping, read_stamp, with_stamp
+from celery_idempotent.keys.stamp import STAMP_HEADER, as_mapping, read_stamp, with_stamp
 from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class NotRepublishedError(Exception):
 
 
 class DeliveredRun(Protocol):
-    """A delivery, as far as this module and the callbacks know it."""
+    """A delivery, as this module and the callbacks see it."""
 
     task: Any
     task_id: str
@@ -64,21 +65,21 @@ class DeliveredRun(Protocol):
     policy: Policy
     identity: Identity
     shield: Shield
-    #: The state that its record was settled in, if callbacks are still to be sent.
+    #: The state of its record, whose callbacks Celery is to send.
     ended_as: State | None
     #: The token of the record to mark as delivered; ``None`` if another message settled it.
     mark_token: int | None
-    #: Until when (monotonic) the record will surely be there to answer, should the message come back.
+    #: Until then (monotonic) the message may come back: the record will surely answer it.
     comes_back_until: float
     #: The chain that the message came with: the tracer of Celery < 5.7 takes its last step out.
     chain: list[object] | None
 
 
 def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
-    """Another run holds the key, or its result is not there yet: republish this copy, drop or fail it, by the policy.
+    """Another run holds the key, or its result is not stored yet: republish this copy, drop or fail it, by the policy.
 
-    A redelivery, which has the holder's task id, is always republished, and its result state is not written: it may be
-    the broker's only copy, and its failure would fail the chord and chain of the holder's run.
+    A redelivery, which has the holder's task id, is always republished, without a result state: it may be the broker's
+    only copy, and its failure would fail the chord and chain of the holder's run.
     """
     request, on_conflict, left = run.request, run.policy.on_conflict, left_ms / 1000
     is_redelivery = record.task_id == request.id
@@ -91,12 +92,12 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
         raise error
     if on_conflict == "ignore" and not is_redelivery:
         _ignored(run.task, request, error)
-    # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
+    # The expiry of a redelivery no longer applies: its operation has begun in time.
     how: Options = {"expires": None} if is_redelivery else {}
-    again, delay = _republish(
+    again = _republish(
         run,
         CONFLICTS,
-        "is republished with a countdown of %(delay).1f s (conflict %(count)d): %(reason)s",
+        "is republished with a countdown of %(countdown).1f s (conflict %(count)d): %(reason)s",
         reason=message,
         left=left,
         holder=record.token,
@@ -104,7 +105,7 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     )
     if is_redelivery:
         raise Ignore(message)
-    raise Retry(message, exc=error, when=delay, sig=again)  # type: ignore[arg-type]
+    raise Retry(message, exc=error, when=again.options["countdown"], sig=again)  # type: ignore[arg-type]
 
 
 def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
@@ -112,23 +113,20 @@ def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
     logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
     if not request.ignore_result:
         backend: AnyBackend = task.backend
-        try:
+        with suppress(Exception):  # else it stays PENDING
             backend.store_result(request.id, str(error), "IGNORED", request=request)
-        except Exception:
-            line = "idempotency: the state of %s[%s] is not stored"
-            logger.exception(line, task.name, request.id)
     raise Ignore(str(error))
 
 
 def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool = False) -> NoReturn:
-    """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
+    """The store did not answer: republish this copy. ``begun``: an atomic run was rolled back, or is in doubt."""
     if run.request.is_eager:
         raise error
     _republish(
         run,
         STORE_FAILURES,
         ("is not known to be done" if begun else "did not run")
-        + ": store error (%(count)d so far). It is republished with a countdown of %(delay).1f s: %(reason)s",
+        + ": store error (%(count)d so far). It is republished with a countdown of %(countdown).1f s: %(reason)s",
         level=logging.ERROR,
         reason=error,
     )
@@ -137,21 +135,17 @@ def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool = Fa
 
 
 def after_chord_claim(run: DeliveredRun) -> NoReturn:
-    """The chord of a finished task is claimed, by a lost process maybe: republish the message until that claim ends."""
-    line = "is done, and returns its part of a chord again in %(delay).1f s"
+    """A process, maybe a lost one, has claimed the chord of a finished task: republish until that claim ends."""
+    line = "is done, and returns its part of a chord again in %(countdown).1f s"
     _republish(run, UNDELIVERED, line, expires=None)
     raise Ignore(f"the chord of {run.task.name} is claimed")
 
 
 def come_back(run: DeliveredRun) -> bool:
-    """Publish the message of a finished task again: its next delivery sends the callbacks. ``False``: it was refused.
-
-    Its expiry no longer applies: the operation is done.
-    """
+    """Publish the message of a finished task again, to have its callbacks sent; ``False``: the broker refused it."""
     run.request.chain = run.chain
-    _count, _delay, again = _again(run, UNDELIVERED, expires=None)
     try:
-        again.apply_async()
+        _again(run, UNDELIVERED, expires=None).apply_async()
     except Exception:  # noqa: BLE001  brokers fail in their own ways
         return False
     return True
@@ -165,14 +159,15 @@ def _republish(
     level: int = logging.INFO,
     reason: object = None,
     **how: Any,
-) -> tuple[Sig, float]:
-    """Publish the message again, and log that; return it and its countdown. ``how``: see :func:`_again`."""
-    count, delay, again = _again(run, counter, **how)
-    words = {"task": run.task.name, "id": run.request.id}
-    words |= {"count": count, "delay": delay, "reason": reason}
+) -> Sig:
+    """Publish the message again, and log that. ``how``: see :func:`_again`."""
+    again = _again(run, counter, **how)
+    words = {"task": run.task.name, "id": run.request.id, "reason": reason}
+    words["count"] = run.request.headers[STAMP_HEADER][counter]
+    words["countdown"] = again.options["countdown"]
     logger.log(level, "idempotency: %(task)s[%(id)s] " + line, words)  # noqa: G003  a constant
-    _publish_again(run, again, delay)
-    return again, delay
+    _publish_again(run, again)
+    return again
 
 
 def _again(
@@ -182,11 +177,11 @@ def _again(
     left: float | None = None,
     holder: int | None = None,
     **options: Any,
-) -> tuple[int, float, Sig]:
-    """Return how often this message was republished, its countdown in seconds, and the signature to publish.
+) -> Sig:
+    """Return this message with a countdown, counted in its stamp; ``options`` are more of ``apply_async``.
 
     The count starts anew with another holder. The countdown stays well under the visibility timeout: while it lasts,
-    the message is delivered and not acknowledged. ``options`` are more of ``apply_async``.
+    the message is delivered and not acknowledged.
     """
     task, request = run.task, run.request
     headers = as_mapping(request.headers)
@@ -201,14 +196,13 @@ def _again(
         longest = min(longest, max(left, 0.1))
     delay = backoff.seconds(count, first=1.0, longest=longest)
     if _broker(task).transport.driver_type == "amqp":
-        # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery takes whole seconds, and at least one.
+        # For a queue that delays messages itself (RabbitMQ's quorum queues), Celery takes whole seconds, at least one.
         delay = max(math.ceil(delay), 1)
-    again = as_published(task, request, countdown=delay, **way_back(task.app, request), **options)
-    return count, delay, again
+    return as_published(task, request, countdown=delay, **way_back(task.app, request), **options)
 
 
 def as_published(task: AnyTask, request: Context, **options: Any) -> Sig:
-    """Return a signature that publishes this message as it came in, with ``options`` of ``apply_async`` beside that."""
+    """Return a signature that publishes this message as it came in, with these ``options`` of ``apply_async``."""
     headers, properties = as_mapping(request.headers), as_mapping(request.properties)
     options["headers"] = {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
     if delivery_mode := properties.get("delivery_mode"):
@@ -225,24 +219,24 @@ def as_published(task: AnyTask, request: Context, **options: Any) -> Sig:
 
 
 def unacknowledged_s(task: AnyTask) -> float:
-    """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
+    """Return for how many seconds a message may surely stay unacknowledged: a quarter of the visibility timeout."""
     broker = redelivery_timeout(task.app)
     return (_VISIBILITY_TIMEOUT if broker is None else broker.seconds) / 4
 
 
-def _publish_again(run: DeliveredRun, again: Sig, delay: float) -> None:
+def _publish_again(run: DeliveredRun, again: Sig) -> None:
     """Publish; a message that cannot be published must not be lost.
 
-    With late acks the broker still has the delivery. In an outage of the broker it is rejected after a pause, and the
-    broker requeues it; once only, for some queues drop a message that was requeued too often (RabbitMQ's quorum queues:
-    20 times). In all other cases this worker holds the message and asks the protocol again. But if a soft time limit
-    ends the pause, a message with late acks is requeued in any case.
+    With late acks the broker still has the delivery. In an outage it is rejected after a pause, and the broker requeues
+    it; once only, for some queues drop a message that was requeued too often (RabbitMQ's quorum queues: 20 times).
+    Otherwise this worker holds the message and asks the protocol again. If a soft time limit ends the pause, a message
+    with late acks is requeued in any case.
 
     Raises:
-        Reject: if the broker gives it out again.
+        Reject: if the broker is to deliver it again.
         NotRepublishedError: after a pause, if it is to ask again here.
     """
-    task, request = run.task, run.request
+    task, request, delay = run.task, run.request, again.options["countdown"]
     if is_broadcast(request) and _broker(task).transport.driver_type == "redis":
         # Redis broadcasts with PUBLISH: nothing can be put into the queue of one worker.
         if not run.shield.pause(min(delay, _LONGEST_STAY)):
@@ -263,7 +257,7 @@ def _publish_again(run: DeliveredRun, again: Sig, delay: float) -> None:
         if not run.shield.pause(pause):
             run.shield.open()
     except SoftTimeLimitExceeded:
-        # It would be failed for what it has not even begun, or has done.
+        # The task would fail although it has not begun, or is done.
         back = back or late
         if not back:
             raise
@@ -281,14 +275,14 @@ def _broker(task: AnyTask) -> Any:
 # -- the queue that a delivery came from, and its copies go to --------------------------------------------------------
 #
 # An exchange may give one message to several queues: a fanout exchange (kombu's ``Broadcast``) to all, a topic exchange
-# to those whose binding matches. A copy that goes through the exchange again would come out of each of them::
+# to all whose binding matches. A copy through the exchange would come out of each of them again::
 #
 #     queue a ─ worker A: runs                               queue a ─ worker A: runs
 #     queue b ─ worker B: Held ─ exchange ─┬─ queue a …      queue b ─ worker B: Held ─ queue b
 #                                          └─ queue b …
 
-#: In the properties of a request: its queue, and whether its exchange gives each message to all queues. The worker's
-#: main process notes them: ``-Q``, ``celery control add_consumer`` and the name of a Broadcast queue are its own.
+#: In the properties of a request: its queue, and whether its exchange gives each message to all queues. Only the main
+#: process of a worker knows its queues (``-Q``, ``celery control add_consumer``, the name of a Broadcast queue).
 _QUEUE, _BROADCAST = "idempotency_queue", "idempotency_broadcast"
 
 #: Celery's delayed delivery in RabbitMQ: the routing key has the delay in binary before it.
@@ -354,18 +348,16 @@ def way_back(app: Celery, request: Context) -> Options:
 
 
 class RedeliveryTimeout(NamedTuple):
-    """``option`` is the transport's option for it. A dead worker's message comes again after ``seconds``."""
+    """After ``seconds`` a dead worker's message is delivered again; ``option`` of the transport sets them."""
 
     option: str
     seconds: float
 
 
-#: Of kombu's transports: the option, and its default. Those that are missing notice that a connection is gone, or (as
-#: Azure's Storage Queues) delete a message when they receive it, and deliver none again.
+#: The option of kombu's transports, and its default. All others notice that a connection is gone, or (as Azure's
+#: Storage Queues) delete a message when they receive it, and never redeliver.
 _TRANSPORTS = {
-    "redis": ("visibility_timeout", 3600.0),
-    "rediss": ("visibility_timeout", 3600.0),
-    "sentinel": ("visibility_timeout", 3600.0),
+    **dict.fromkeys(("redis", "rediss", "sentinel"), ("visibility_timeout", 3600.0)),
     "sqs": ("visibility_timeout", 1800.0),
     "pgmq": ("visibility_timeout", 1800.0),
     "gcpubsub": ("ack_deadline_seconds", 240.0),

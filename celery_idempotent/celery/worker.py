@@ -1,8 +1,8 @@
 """The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
 
 The main process knows which child it gave a message to; the record knows who claimed it. Both must agree (task id,
-worker, pid), and that pid must be gone: after an announcement (a revoke, a time limit) the task may go on. All of it is
-best effort and bounded: the lease stays the rule. Pools without processes have no children to lose.
+worker, pid), and that pid must be gone: after a revoke or a time limit the task may go on. All of it is best effort:
+the lease ends what it misses.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long the main process waits for the interrupt of a child that is gone, before it lets the message go back.
+#: So long the main process waits for the interrupt of a dead child's claim before the message goes back, in seconds.
 LOSS_TIMEOUT = 0.25
 _POLL = 0.02
 _LONGEST_POLL = 1.0
-#: For how many seconds a claim may arrive after its child is known to be gone.
+#: A claim may reach the store so many seconds after the end of its child is known.
 LATE = 5.0
 
 
-#: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
+#: A pool of greenlets gives their ``id()`` as a pid: an address (a ``pid_t`` has 32 bits).
 _LARGEST_PID = 2**31 - 1
 
 
@@ -55,7 +55,7 @@ class Request(CeleryRequest):
     _loss_handled = False
 
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
-        """Tell the process that runs the task how the message is written, and the queue it came from."""
+        """Add the content type of the message, and the queue it came from, for the process that runs the task."""
         super().__init__(message, *args, **options)
         request: dict[str, object] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
         request["properties"] = {
@@ -66,7 +66,7 @@ class Request(CeleryRequest):
         }
 
     def on_failure(self, exc_info: ExceptionInfo, *args: Any, **options: Any) -> Any:
-        """Interrupt the claim of a child that was lost, before the message goes back."""
+        """Interrupt the claim of a lost child before the message goes back."""
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
@@ -83,21 +83,20 @@ class Request(CeleryRequest):
         return super().on_timeout(soft, timeout)
 
     def _success_was_stored(self) -> object:
-        """Return ``False`` for a message whose child was lost before it may have sent all callbacks: it comes back.
+        """Return ``False`` for a message whose lost child may not have sent all callbacks: it comes back.
 
-        Celery >= 5.7 would acknowledge it, because its result is stored. The record knows what is still to be sent, and
-        nothing runs again.
+        Celery >= 5.7 would acknowledge it, because its result is stored.
         """
         task, definition = self.task, self.task.idempotency_definition()
         comes_back = task.acks_late and task.reject_on_worker_lost
-        # A task that is only observed would run again.
-        guarded = definition is not None and definition.policy.mode == "enforce"
-        if comes_back and guarded and brings_callbacks(self._context):  # type: ignore[attr-defined]
+        # In observe mode it would run again.
+        enforced = definition is not None and definition.policy.mode == "enforce"
+        if comes_back and enforced and brings_callbacks(self._context):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 
     def _child_lost(self) -> None:
-        """Have a thread interrupt the claim that the child may have held."""
+        """Interrupt the claim that the child may have held, in a thread."""
         pid: Any = self.worker_pid
         task, definition = self.task, self.task.idempotency_definition()
         if not pid or pid == os.getpid() or pid > _LARGEST_PID or definition is None:
@@ -132,11 +131,10 @@ class Request(CeleryRequest):
 def interrupt_claim(
     task: DefinedTask, identity: Identity, task_id: str, pid: int, looked: threading.Event
 ) -> None:
-    """Wait for the end of a child, then interrupt the claim of its delivery; ``looked``: the record was read since.
+    """Wait for the end of a child, then interrupt its claim; ``looked`` is set once the record was read since.
 
-    A claim on its way may reach the store after the end of its child is known: a key without a holder is read again for
-    some seconds. This runs in a thread, and the pool may fork at any moment. It must not import anything: a child would
-    find the lock of that module taken for ever.
+    A claim may reach the store late: a key without a holder is read again for some seconds. This runs in a thread, and
+    must not import anything: a child that the pool forks meanwhile would find the module's lock taken for ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
     interrupt = partial(_interrupt, task, get_store(task.app), identity, task_id, pid)
@@ -159,9 +157,9 @@ def interrupt_claim(
 
 
 def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str, pid: int) -> bool:
-    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
+    """Interrupt the claim if it is that child's; ``False`` if the claim may be still to come.
 
-    A pid can be given out twice, and the message delivered again to the second child that has it. Hence this order::
+    A pid may be given out twice, and the message delivered to the second child that has it. Hence this order::
 
         read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
     """
@@ -183,7 +181,7 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
 
 def gone(pid: int) -> bool:
     """Has this process ended, reaped or not?"""
-    # A child that was not waited for still has its pid; WNOWAIT leaves it to the pool. Not every platform has waitid().
+    # A child that was not waited for keeps its pid; WNOWAIT leaves it to the pool. Some platforms have no waitid().
     with suppress(ChildProcessError, AttributeError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     try:
