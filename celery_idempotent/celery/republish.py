@@ -105,7 +105,7 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     )
     if is_redelivery:
         raise Ignore(message)
-    raise Retry(message, exc=error, when=again.options["countdown"], sig=again)  # type: ignore[arg-type]
+    raise Retry(message, exc=error, when=again.options["countdown"], sig=again)
 
 
 def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
