@@ -4,35 +4,31 @@
 
     from celery_idempotent import metrics
 
-    metrics.install(
-        app, port=9464
-    )  # a worker serves http://…:9464/metrics; without a port: your own endpoint does
+    metrics.install()
+    REGISTRY.register(
+        metrics.StoreCollector(app)
+    )  # prometheus_client's, or the one that your endpoint serves
 
-Names and labels are listed in docs/operating.md. Counters and histograms are of this process (with
+docs/operating.md lists names and labels, and has a worker serve them. Counter and histogram are of this process (with
 PROMETHEUS_MULTIPROC_DIR, of all children of a worker); the gauges are the store's, the same from any process.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from celery.signals import worker_ready
-
-from celery_idempotent import signals
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Selection
 from celery_idempotent.signals import OUTCOMES, Event, OutcomeSignal
 from celery_idempotent.stores import get_store
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
     from prometheus_client.core import GaugeMetricFamily
-    from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
@@ -40,15 +36,13 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from celery.worker.consumer import Consumer
-
     from celery_idempotent.celery.typed import AnyCelery
 
 __all__ = ["StoreCollector", "install"]
 
 logger = logging.getLogger(__name__)
 
-#: Of what the store takes, and of waits for another run, in seconds.
+#: Of a claim or settle in the store, and of waits for another run, in seconds.
 BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
@@ -56,36 +50,26 @@ LOOK_AT: Final = 500
 ANSWER_WITHIN: Final = 2.0
 
 
+def install(registry: CollectorRegistry = REGISTRY) -> None:
+    """Count and time outcomes in this process and those that it forks; call it where the app is made."""
+    _count_outcomes(registry)
+
+
 @cache
 def _count_outcomes(registry: CollectorRegistry) -> None:
-    """Count and time events into a registry; asked again, nothing more."""
     counter = Counter(
         "celery_idempotency_outcomes",
         "What became of a task, a request or a record. observed=true: what would have happened, in mode observe.",
         ("task", "outcome", "state", "error", "observed"),
         registry=registry,
     )
-    timed: dict[OutcomeSignal, Histogram] = {}
-
-    def histogram(name: str, text: str, *outcomes: OutcomeSignal) -> None:
-        name = f"celery_idempotency_{name}_seconds"
-        made = Histogram(name, text, ("task",), buckets=BUCKETS, registry=registry)
-        timed.update(dict.fromkeys(outcomes, made))
-
-    histogram(
-        "claim", "How long the store took to answer a claim that a run began with.", signals.claimed
-    )
-    histogram(
-        "settle",
-        "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
-        signals.settled,
-    )
-    histogram(
-        "wait",
-        "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the queue.",
-        signals.replayed,
-        signals.conflicted,
-        signals.mismatched,
+    histogram = Histogram(
+        "celery_idempotency_seconds",
+        "How long the store took to claim, or to settle with the COMMIT of an atomic task. Of replayed, conflicted and "
+        "mismatched: how long the duplicate held its worker.",
+        ("task", "outcome"),
+        buckets=BUCKETS,
+        registry=registry,
     )
 
     def counting(outcome: OutcomeSignal) -> Callable[..., None]:
@@ -97,8 +81,8 @@ def _count_outcomes(registry: CollectorRegistry) -> None:
                 error="" if event.error is None else type(event.error).__name__,
                 observed=str(event.observed).lower(),
             ).inc()
-            if outcome in timed and event.seconds is not None:
-                timed[outcome].labels(event.task).observe(event.seconds)
+            if event.seconds is not None:
+                histogram.labels(event.task, outcome.counter).observe(event.seconds)
 
         return count
 
@@ -107,7 +91,7 @@ def _count_outcomes(registry: CollectorRegistry) -> None:
 
 
 class StoreCollector(Collector):
-    """Gauges of an app's store, asked for with each scrape: a few round trips, however many records there are."""
+    """Gauges of an app's store: each scrape takes two bounded requests, however many records there are."""
 
     def __init__(self, app: AnyCelery) -> None:
         self._app = app
@@ -115,8 +99,8 @@ class StoreCollector(Collector):
         self._gauges: Sequence[GaugeMetricFamily] = ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges; of a store that does not answer within :data:`ANSWER_WITHIN` only that it is not up."""
-        # In one thread: a store that hangs costs a scrape its gauges alone, and is not asked again by each scrape.
+        """Yield the gauges; if the store does not answer within :data:`ANSWER_WITHIN`, only ``store_up`` with 0."""
+        # In one thread: a store that hangs costs a scrape only its gauges, and no other scrape asks it meanwhile.
         if self._thread is None or not self._thread.is_alive():
             self._gauges = ()
             name = "celery-idempotent-metrics"
@@ -132,7 +116,7 @@ class StoreCollector(Collector):
         yield from gauges
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Name nothing: to register a collector must not ask the store."""
+        """Yield nothing: registering a collector must not ask the store."""
         return iter(())
 
     def _ask_store(self) -> None:
@@ -142,7 +126,7 @@ class StoreCollector(Collector):
             logger.warning("idempotency: metrics without those of the store: %s", error)
 
     def _ask(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges of the store, by two questions; ages are by its clock, not by this machine's."""
+        """Yield the gauges; ages are by the store's clock, not by this machine's."""
         store = get_store(self._app)
         stats = store.stats()
         records = GaugeMetricFamily(
@@ -157,7 +141,7 @@ class StoreCollector(Collector):
         oldest_ms = min((each.deadline_ms or stats.now_ms for each in stale), default=stats.now_ms)
         yield GaugeMetricFamily(
             "celery_idempotency_longest_stale_seconds",
-            "How long ago the lease of the claim that went stale first was over; 0 if no claim is stale.",
+            "How long ago the lease of the oldest stale claim ended; 0 if no claim is stale.",
             value=max(stats.now_ms - oldest_ms, 0) / 1000,
         )
         if stats.swept_ms is not None:
@@ -166,42 +150,3 @@ class StoreCollector(Collector):
                 "How long ago the last sweep ended, by the store's clock.",
                 value=max(stats.now_ms - stats.swept_ms, 0) / 1000,
             )
-
-
-def install(
-    app: AnyCelery, *, port: int | None = None, registry: CollectorRegistry = REGISTRY
-) -> None:
-    """Count outcomes in this process and those that it forks; call it where the app is made.
-
-    ``port``: each worker of the app serves its metrics there, with those of :class:`StoreCollector`; a prefork worker
-    needs ``PROMETHEUS_MULTIPROC_DIR``. Without a port, expose ``registry``, and register a ``StoreCollector(app)``.
-    """
-    _count_outcomes(registry)
-    if port is not None:
-        uid = f"{__name__}.{id(app)}"
-        worker_ready.connect(partial(_serve, app, port, registry), weak=False, dispatch_uid=uid)
-
-
-def _serve(
-    app: AnyCelery, port: int, registry: CollectorRegistry, sender: Consumer, **_: object
-) -> None:
-    """Serve from a worker's main process until that ends; a port that is taken costs the metrics, not the worker."""
-    if sender.app is not app:
-        return
-    shown = CollectorRegistry()
-    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        MultiProcessCollector(shown)  # type: ignore[no-untyped-call]
-    else:
-        shown.register(registry)
-        if type(sender.pool).__module__ == "celery.concurrency.prefork":
-            logger.warning(
-                "idempotency: the metrics of this worker lack what its pool's processes count: set "
-                "PROMETHEUS_MULTIPROC_DIR to an empty directory before it starts"
-            )
-    shown.register(StoreCollector(app))
-    try:
-        start_http_server(port, registry=shown)
-    except OSError as error:
-        logger.error("idempotency: no metrics on port %s: %s", port, error)
-    else:
-        logger.info("idempotency: metrics on port %s", port)

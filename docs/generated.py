@@ -66,7 +66,7 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
     code = ast.parse(METRICS.read_text(encoding="utf-8"))
     kinds = {
         "Counter": "counter",
-        "histogram": "histogram",
+        "Histogram": "histogram",
         "GaugeMetricFamily": "gauge",
     }
     for node in sorted(ast.walk(code), key=lambda each: getattr(each, "lineno", 0)):
@@ -75,11 +75,8 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
             continue
         name, text, *more = node.args
         more += [each.value for each in node.keywords if each.arg == "labels"]
-        if kind == "histogram":
-            yield f"celery_idempotency_{_said(name)}_seconds", kind, ["task"], _said(text)
-        else:
-            labels: list[str] = ast.literal_eval(more[0]) if more else []
-            yield _said(name), kind, labels, _said(text)
+        labels: list[str] = ast.literal_eval(more[0]) if more else []
+        yield _said(name), kind, labels, _said(text)
 
 
 def _metrics() -> str:

@@ -35,7 +35,7 @@ number: int = charge.idempotency_record("k")  # wrong: reportAssignmentType
 lease: int = charge.idempotency_policy.lease_ms
 charge.idempotency_policy.lease  # wrong: reportAttributeAccessIssue
 now: int = get_store(app).now_ms()
-metrics.install(app)
+metrics.install()
 checks.check(app)
 with testing.isolated_records(app) as store:
     finding.find(store, "id", finding.select(app, {"task": "charge"}), [])
