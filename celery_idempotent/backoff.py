@@ -1,4 +1,4 @@
-"""The pauses of all loops that try again: each twice as long as the one before, and never two alike."""
+"""Pauses between tries: each about twice as long as the one before, with jitter."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ FIRST, LONGEST = 0.05, 5.0
 
 
 def seconds(failures: int, *, first: float = FIRST, longest: float = LONGEST) -> float:
-    """Return how long to wait after so many failures in a row.
-
-    Between half and all of the doubled pause, by chance: those that failed together do not try again together.
-    """
+    """Return how long to wait after so many failures in a row: a random time, at least half of the doubled pause."""
     return min(first * 2.0 ** min(failures - 1, 30), longest) * random.uniform(0.5, 1)
 
 
 def pause(
     failures: int, *, until: float = float("inf"), first: float = FIRST, longest: float = LONGEST
 ) -> bool:
-    """Wait before the next try; ``False``, at once, if there is to be none: it is ``until`` (``time.monotonic``).
+    """Wait before the next try; return ``False`` at once if ``until`` (``time.monotonic``) has passed.
 
     The last pause ends exactly then, and one last try follows.
     """
@@ -44,10 +41,10 @@ def persist(
     errors: type[Exception] | tuple[type[Exception], ...] = StoreUnavailable,
     longest: float = LONGEST,
 ) -> T:
-    """Return what ``ask`` answers, which may be asked again when its answer was lost: until then, at these errors.
+    """Return the answer of ``ask``, which is called again after each of ``errors`` until ``until``.
 
     Raises:
-        StoreUnavailable: or another of ``errors``, if no try had an answer.
+        StoreUnavailable: or another of ``errors``, if no call returned.
     """
     failures = 0
     while True:

@@ -7,9 +7,8 @@
                                     ├─ release the key ─ send        a run publishes its own retry
                                     └─ defer ─ commit ─ send         the outbox takes it
 
-A reserved key has the first call answer all others: ``reserve`` is Held, then Settled, and they get
-``AsyncResult(first)``. Should the producer die between the reservation and the sending, the reservation's deadline
-passes, and the next call sends under the same task id.
+A call whose key is reserved, held or settled gets ``AsyncResult(first)``. If a producer dies between the reservation
+and the sending, the reservation's deadline passes, and the next call sends under the same task id.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Send = Callable[..., Result]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredCall:
-    """A call to be sent later. It is stamped and complete: each time it is sent, it is the same message.
+    """A call to be sent later: the same message each time, because it is stamped.
 
     ``reserve``: reserve its key before it is sent (``idempotency_publish_once``).
     """
@@ -62,11 +61,11 @@ class DeferredCall:
 
 
 Interceptor = Callable[["DefinedTask", DeferredCall], Result]
-#: The next call of a task goes to this function, not to the broker. The outbox sets it for one ``apply_async``.
+#: Receives the next call of a task in place of the broker. The outbox sets it for one ``apply_async``.
 outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", default=None)
 
-#: A call with one of these options keeps its own task id: its caller chose that, a canvas waits for it, or it gives its
-#: callbacks their ids. Of any other, whose key is taken, the caller gets the ``AsyncResult`` of the first call.
+#: A call with one of these options reserves no key, because it keeps its own task id: its caller chose that, a canvas
+#: waits for it, or the ids of its callbacks come from it.
 _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
 
 _UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
@@ -74,7 +73,7 @@ _UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {even
 #: Options that belong to the process which sends: its connection to the broker, and its router.
 SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
-#: A reservation whose message did not start in time (after its ETA, if it has one) is taken for lost.
+#: A message that has not started so long after its ETA is taken for lost.
 RESERVED_MS = 60_000
 
 
@@ -124,14 +123,13 @@ def stamp_call(
     *,
     eager: bool = False,
 ) -> Identified | None:
-    """Stamp the call. This changes ``options``: the key is taken out, the task id and the headers with the stamp added.
+    """Stamp the call: take the key out of ``options``, add the task id and the headers with the stamp.
 
-    Returns the identity; ``None`` if nothing was stamped. The headers have the stamp of this message already, whose key
-    stays whatever the arguments are now: it is a retry, or a republished copy. Or there is no key and no rule for one:
-    it is then chosen where the call runs.
+    Returns the identity, or ``None`` if nothing was stamped: the headers have this message's stamp already (a retry, a
+    republished copy), whose key stays whatever the arguments are now; or the call has no key, and its task no rule.
 
-    ``retrying``: the run whose retry this call is, and whose key it has, if the caller gives no other. ``eager``: the
-    call runs here and now, by a random key where it has none: all steps of an eager chain have one task id.
+    ``retrying``: the run whose retry this call is, and whose key it has unless the caller gives another. ``eager``: a
+    call without a key gets a random one, because all steps of an eager chain have one task id.
     """
     headers, task_id = options.get("headers"), options.get("task_id")
     key, scope = take_key(options)
@@ -143,8 +141,8 @@ def stamp_call(
     if retrying is not None and not given:
         identified = Identified(retrying.identity, retrying.record.fingerprint)
     else:
-        # In this order: what was given to this call; a stamp of Celery's with this name, which is for a whole canvas
-        # (take_key() left it in options); a header, which may have been copied from an older call.
+        # In this order: the key of this call; Celery's stamp of this name, which is for a whole canvas (take_key()
+        # left it in options); a header, which may have been copied from an older call.
         if key is None:
             key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
@@ -186,8 +184,7 @@ def give_ids_to_callbacks(app: Celery, options: Options) -> None:
 
 def take_interceptor() -> Interceptor | None:
     """Return the outbox's interceptor, if it is set, and unset it: it is for one call."""
-    intercept = outbox_interceptor.get()
-    if intercept is not None:
+    if (intercept := outbox_interceptor.get()) is not None:
         outbox_interceptor.set(None)
     return intercept
 
@@ -195,7 +192,7 @@ def take_interceptor() -> Interceptor | None:
 def send_deferred(
     task: DefinedTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> Result:
-    """Send a deferred call; this may be repeated, because its key was stamped when the call was made."""
+    """Send a deferred call; it may be sent again, because its key was stamped when the call was made."""
     options = dict(call.options)
     send_call = partial(send, call.args, call.kwargs)
     if call.reserve and definition is not None:
@@ -205,7 +202,7 @@ def send_deferred(
             if identified is not None:
                 return _reserve_and_send(task, definition, identified, send_call, options)
         except FingerprintMismatch as error:
-            # The caller cannot be told any more. The worker refuses the message, and its result has this error.
+            # The caller is gone. The worker refuses the message, and its result has this error.
             logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
     return send_call(**options)
 
@@ -237,22 +234,16 @@ def absolute(options: Mapping[str, object], *, task: str) -> Options:
 
 
 def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -> Run | None:
-    """Return the run in progress, if this call is its retry: what ``self.replace`` publishes counts no retry."""
+    """Return the run in progress if this call is its retry; a replacement has its task id, and no more retries."""
     run = run_in_progress()
-    is_its_retry = (
-        run is not None
-        and run.task_id == options.get("task_id")
-        and run.identity.namespace == definition.identifier.namespace
-        and options["retries"] > (task.request.retries or 0)
-    )
-    return run if is_its_retry else None
+    if run is None or run.task_id != options.get("task_id"):
+        return None
+    same_task = run.identity.namespace == definition.identifier.namespace
+    return run if same_task and options["retries"] > (task.request.retries or 0) else None
 
 
 def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> Result:
-    """Release the key of a run, then publish its retry, which then finds the key free if the store answered.
-
-    In an atomic run, both happen after the rollback of its transaction.
-    """
+    """Release the key of a run, then publish its retry; in an atomic run, both after the rollback."""
     free = partial(release, retrying, requeue_ms=lost_after_ms(options))
     if retrying.transaction is None:
         free()
@@ -292,7 +283,7 @@ def _reserve_and_send(
     )
     try:
         answer = store.reserve(request)
-        # A mark that a retention of 0 left is forgotten first, if it is no answer for this call.
+        # The mark of a retention of 0 is forgotten, unless it answers this call.
         while definition.policy.forgets(answer.record):
             store.forget_mark(identity, token=answer.record.token)
             answer = store.reserve(request)
@@ -335,28 +326,24 @@ def release_reservation(store: Store, record: Record) -> None:
         store.release(record.identity, token=record.token)
     except IdempotencyError as error:
         logger.warning(
-            "idempotency: could not release the reservation of %s, its deadline will end it: %s",
-            record.identity,
-            error,
+            "idempotency: %s stays reserved until its deadline: %s", record.identity, error
         )
 
 
 def _use_task_id(options: Options, task_id: str) -> None:
-    """Send a call under the task id that its key has already; its stamp names that id, too."""
-    stamped = read_stamp(options["headers"], options["task_id"])
-    options["task_id"] = task_id
-    options["headers"] = with_stamp(options["headers"], task_id, more=stamped)
+    """Give a call the task id that its key has already; its stamp names that id, too."""
+    headers = options["headers"]
+    stamped = read_stamp(headers, options["task_id"])
+    options |= {"task_id": task_id, "headers": with_stamp(headers, task_id, more=stamped)}
 
 
 def lost_after_ms(options: Options) -> int:
     """Return in how many milliseconds a message that is published now with these options is taken for lost."""
-    wait, eta = 0.0, options.get("eta")
-    if options.get("countdown"):
-        wait = float(options["countdown"])
-    elif isinstance(eta, (datetime, str)):
+    wait, eta = float(options.get("countdown") or 0), options.get("eta")
+    if not wait and eta:
         eta = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
-        now = datetime.now(timezone.utc)
-        wait = ((eta if eta.tzinfo else eta.replace(tzinfo=timezone.utc)) - now).total_seconds()
+        eta = eta if eta.tzinfo else eta.replace(tzinfo=timezone.utc)
+        wait = (eta - datetime.now(timezone.utc)).total_seconds()
     return RESERVED_MS + max(int(wait * 1000), 0)
 
 
@@ -364,11 +351,10 @@ def lost_after_ms(options: Options) -> int:
 
 
 def with_run(app: Celery, step: object, run: str) -> object:
-    """Return a copy of a chain's last step that says to which application of the chain it belongs.
+    """Return a copy of a chain's last step whose stamp has ``run``, the task id of the chain's first step.
 
     A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` writes it to
-    the chain's options): without this the second one would pass for a redelivery of the first. A retried or redelivered
-    head carries it along.
+    the chain's options): without ``run`` the second one would be a redelivery of the first.
     """
 
     def marked(task: AnySignature, _: Place) -> AnySignature:

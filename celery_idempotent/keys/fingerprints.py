@@ -45,10 +45,8 @@ _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 _encode = json.JSONEncoder(
     check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
 ).encode
-#: A key that may have been a number.
-_CONVERTED_KEY = re.compile(r'"(?:-?[0-9][^"]*|-?Infinity|NaN)":')
-#: Makes each such key begin with ``,"0``, which is found in a fifth of the time; elements of lists may look the same.
-_NUMBERS = bytes.maketrans(b"{-0123456789IN", b",0000000000000")
+#: A first key that may not have been a text: then no key of its dict was, or it could not be sorted.
+_CONVERTED_KEY = re.compile(r'\{"(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 
 
 class NoFormError(Exception):
@@ -77,8 +75,7 @@ def form(value: object) -> str:
         if type(value) in _SCALARS:
             return _SCALARS[type(value)](value)
         text = _encode(value)
-        numbers = b',"0' in text.encode().translate(_NUMBERS) and _CONVERTED_KEY.search(text)
-        if not numbers:
+        if not _CONVERTED_KEY.search(text):
             return text
     except (TypeError, ValueError, RecursionError):
         pass

@@ -42,27 +42,23 @@ _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
 
 
-class _RefusedError(Exception):
-    """Why a value cannot be used, as the end of a sentence."""
-
-
 def canonical(value: object, *, what: str = "key", task: str) -> str:
     """Return the canonical text of a raw key or scope: a str, int or UUID, or a tuple of these.
 
-    A subclass of str or int counts as the plain value that JSON makes of it, a UUID as its str form, a list as a tuple.
+    A subclass of str or int is equal to the plain value that JSON makes of it, a UUID to its text, a list to a tuple.
 
     Raises:
-        InvalidKey: for any other value (bool, None and lazy translations are such). The message has types and lengths,
-            never the value.
+        InvalidKey: for any other value, for instance bool, None or a lazy translation. The message has types and
+            lengths, never the value.
     """
     try:
         text = _text(value)
         if text in ("", "[]"):
-            raise _RefusedError("is empty")
+            raise ValueError("is empty")
         if len(text) > MAX_CHARS:
-            form = " as JSON" if text[0] in '["' else ""
-            raise _RefusedError(f"has {len(text)} characters{form}, and {MAX_CHARS} are allowed")
-    except _RefusedError as refused:
+            written = " as JSON" if text[0] in '["' else ""
+            raise ValueError(f"has {len(text)} characters{written}, and {MAX_CHARS} are allowed")
+    except ValueError as refused:
         raise InvalidKey(f"The idempotency {what} of task {task} {refused}.") from None
     except RecursionError:
         raise InvalidKey(f"The idempotency {what} of task {task} contains itself.") from None
@@ -75,16 +71,16 @@ def _text(value: object, *, nested: bool = False) -> str:
         value = str(value)
     if isinstance(value, str):
         if not value.isprintable():
-            raise _RefusedError("has characters that do not print")
+            raise ValueError("has characters that do not print")
         plain = str.__str__(value)
         return encode_basestring(plain) if nested or _MISTAKABLE.match(plain) else plain
     if isinstance(value, int) and not isinstance(value, bool):
         if value.bit_length() > 4 * MAX_CHARS:  # CPython writes no int of more than 4,300 digits
-            raise _RefusedError(f"has more than {MAX_CHARS} digits")
+            raise ValueError(f"has more than {MAX_CHARS} digits")
         return int.__repr__(value)
     if isinstance(value, (tuple, list)):
         return f"[{','.join([_text(part, nested=True) for part in value])}]"
-    raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
+    raise ValueError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
@@ -97,15 +93,15 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-#: Makes of the arguments of a call, by parameter, what the task's body gets: models instead of their dumps.
+#: Returns the arguments as the task's body gets them: models instead of their dumps.
 Validate: TypeAlias = Callable[[Given], Given]
 
 
 class Identifier:
-    """The rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
+    """The rules for keys, scopes and fingerprints of a task's calls, compiled once.
 
-    ``signature`` is the task's, without ``self``. ``validate`` is applied to the arguments before the body gets them.
-    The other keyword arguments are the values of the options ``idempotency_key`` and so on.
+    ``signature`` is the task's, without ``self``. The keyword arguments but ``validate`` are the values of the options
+    ``idempotency_key`` and so on.
 
     Raises:
         InvalidOption: if one of them cannot be used with this task.

@@ -1,4 +1,4 @@
-"""The stamp: how a message carries its key, scope and fingerprint, and what publishers may set in its headers.
+"""The stamp: how a message carries its key, scope and fingerprint; and the headers that a publisher may set.
 
 ::
 
@@ -13,26 +13,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeGuard
+from typing import Any, ClassVar, Final, TypeGuard
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.arguments import MAPPINGS
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
-#: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
+#: Headers that a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER, SCOPE_HEADER = "idempotency_key", "idempotency_scope"
 
 #: A client asks for the outcome by the key, so a final failure is stored as FAILED instead of releasing the key.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
-#: Its identity, computed once when it was first published, and its history since (how often it was republished).
+#: The header with the stamp: the identity of the message, and its history (how often it was republished).
 STAMP_HEADER = "idempotency"
 
-#: In a stamp of the last step of a chain, whose task id is the same each time that the chain is applied: that of the
-#: first step.
+#: In the stamp of a chain's last step: the task id of the first step. The last step's own is the same each time that
+#: the chain is applied.
 RUN = "run"
 
-#: In a stamp: what a publisher set in the headers above.
+#: In a stamp: the values of the headers above.
 RAW_KEY, RAW_SCOPE, KEEP_FAILURE = "raw_key", "raw_scope", "keep_failure"
 RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_FAILURE}
 
@@ -43,12 +43,12 @@ _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
 def as_mapping(headers: object) -> dict[str, object]:
-    """Return a copy of headers, empty where they are no mapping: Celery does not check what callers pass."""
+    """Return a copy of headers, empty if they are no mapping: Celery accepts anything there."""
     return dict(headers) if headers is not None and isinstance(headers, MAPPINGS) else {}
 
 
 def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
-    """Return the stamp of the message with this task id, or ``None``: one with another id was copied along."""
+    """Return the stamp of the message with this task id, or ``None``: one with another id is a copy."""
     found = headers.get(STAMP_HEADER)
     if found is not None and isinstance(found, MAPPINGS) and found.get("id") != task_id:
         return None
@@ -56,9 +56,9 @@ def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
 
 
 def read_stamp(headers: Mapping[str, object], task_id: str | None) -> dict[str, object]:
-    """Return all that headers say about the message with this task id: its stamp, and what a publisher set beside it.
+    """Return the stamp of the message with this task id, and the raw headers that a publisher set beside it.
 
-    A raw header that equals the one in another message's stamp was copied along with that stamp, and does not count.
+    A raw header that equals the one in another message's stamp was copied with that stamp, and does not count.
     """
     own = as_mapping(stamp_of(headers, task_id))
     if RAW.keys().isdisjoint(headers):
@@ -78,9 +78,9 @@ def with_stamp(
     identified: Identified | None = None,
     more: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Return the headers with a stamp for the message with this task id, which takes in the raw headers.
+    """Return the headers with a stamp for the message with this task id, which replaces the raw headers.
 
-    Those are removed: they name no task id, so a copy of them on another message would count there.
+    Raw headers name no task id: a copy of them on another message would count there.
     """
     said = read_stamp(headers, task_id) if headers else {}
     if identified is not None:
@@ -92,9 +92,9 @@ def with_stamp(
 
 
 def message_id(said: Mapping[str, object], task_id: str) -> str:
-    """Return the message's own task id, with the run of the chain where it is the last step of one.
+    """Return the task id, of a chain's last step with the run of the chain: two messages never share it.
 
-    ``said`` is what :func:`read_stamp` returned. Two deliveries of one message share it, two messages never do.
+    ``said`` is what :func:`read_stamp` returned.
     """
     run = said.get(RUN)
     return f"{task_id}/{run}" if isinstance(run, str) else task_id
@@ -107,16 +107,16 @@ def is_text(value: object) -> TypeGuard[str]:
 
 @dataclass(slots=True)
 class Identified:
-    """The identity of one call and its fingerprint, which is None where it is off."""
+    """The identity of one call, and its fingerprint unless that is off."""
 
     identity: Identity
     fingerprint: bytes | None = None
 
-    #: The items of a stamp that these are written to.
+    #: Their items in a stamp.
     WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint"})
 
     def to_header(self) -> dict[str, object]:
-        """Return what goes into the message's stamp."""
+        """Return the items for the message's stamp."""
         header: dict[str, object] = {"key": self.identity.key}
         if self.identity.scope:
             header["scope"] = self.identity.scope
@@ -126,23 +126,19 @@ class Identified:
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return what a message's stamp contains, or None if there is no stamp, or no key in it.
+        """Return the identity in a message's stamp, or None if there is no stamp, or no key in it.
 
         Raises:
             InvalidKey: if it is malformed. It came over the network: anything may be in it.
         """
         if header is None:
             return None
-        if not isinstance(header, MAPPINGS):
-            raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
-        if "id" in header and cls.WORDS.isdisjoint(header):
+        found: Mapping[str, Any] = header if isinstance(header, MAPPINGS) else {}
+        if "id" in found and cls.WORDS.isdisjoint(found):
             return None
-        key, scope, digest = header.get("key"), header.get("scope", ""), header.get("fingerprint")
-        if not is_text(key) or not (scope == "" or is_text(scope)):
-            raise InvalidKey(f"A message of {namespace} has a stamp without a usable key or scope.")
+        key, scope, digest = found.get("key"), found.get("scope", ""), found.get("fingerprint")
+        is_hex = isinstance(digest, str) and _FINGERPRINT_HEX.fullmatch(digest)
+        if not (is_text(key) and (scope == "" or is_text(scope)) and (digest is None or is_hex)):
+            raise InvalidKey(f"A message of {namespace} has a malformed stamp.")
         identity = Identity(namespace=namespace, scope=scope, key=key)
-        if digest is None:
-            return cls(identity)
-        if isinstance(digest, str) and _FINGERPRINT_HEX.fullmatch(digest):
-            return cls(identity, bytes.fromhex(digest))
-        raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
+        return cls(identity, None if digest is None else bytes.fromhex(digest))

@@ -1,4 +1,4 @@
-"""Declares the options of tasks and views: each has a default, and a reader for what the user gives.
+"""Declares the options of tasks and views: each has a default, and a reader for the user's value.
 
 The options are the fields of a frozen dataclass, an options class. The line ::
 
@@ -9,8 +9,8 @@ is the option ``lease``: the user gives seconds or a timedelta, the field has mi
     Policy       a task: its attribute idempotency_<name>, or that setting of the app
     HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
 
-A reader is a function that takes what the user gave, and returns the value for the field. It refuses by raising a
-``ValueError`` with the end of a sentence; :func:`read_options` adds the beginning::
+A reader takes the user's value and returns the value of the field. It refuses by raising a ``ValueError`` with the end
+of a sentence; :func:`read_options` adds the beginning::
 
     "must be at least 0.1 seconds"   →   idempotency_lease of task shop.charge must be at least 0.1 seconds.
 """
@@ -18,33 +18,35 @@ A reader is a function that takes what the user gave, and returns the value for 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import OnStale, Record, State
-from celery_idempotent.settings import PREFIX, milliseconds
+from celery_idempotent.settings import PREFIX
 
 T = TypeVar("T")
 
-#: Takes what the user gave for an option, and returns the value for its field, or raises ``ValueError``.
+#: Takes the user's value of an option, and returns the value of its field, or raises ``ValueError``.
 Reader = Callable[[object], Any]
 
 
 def option(default: T, read: Callable[[object], T]) -> T:
     """Declare one option: its default, which is a value of the field, and its reader."""
-    # It is a Field; typed as T, a type checker accepts it as the default of a field of type T.
-    declared: T = field(default=default, metadata={"read": read})
-    return declared
+    return field(default=default, metadata={"read": read})
 
+
+_LONGEST_S: Final = 10 * 365 * 86_400
 
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
 def accept_if(accepts: Callable[[object], bool], message: str) -> Reader:
-    """Return a reader that returns a value unchanged if ``accepts(value)``, and else raises ``ValueError(message)``."""
+    """Return a reader of values that ``accepts(value)``; it raises ``ValueError(message)`` for others."""
 
     def read(value: object) -> object:
         if not accepts(value):
@@ -66,13 +68,18 @@ def optional(read: Callable[[object], T]) -> Callable[[object], T | None]:
 
 
 def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
-    """Return a reader of seconds or a timedelta; it returns milliseconds."""
+    """Return a reader of seconds or a timedelta; it returns milliseconds, rounded up."""
 
     def read(value: object) -> int:
-        found = milliseconds(value)
-        if found < at_least_ms:
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError("must be seconds or a timedelta")
+        if not 0 <= value <= _LONGEST_S:  # nor is NaN
+            raise ValueError("must be a time between 0 and ten years")
+        if value * 1000 < at_least_ms:
             raise ValueError(f"must be at least {at_least_ms / 1000} seconds")
-        return found
+        return math.ceil(value * 1000)
 
     return read
 
@@ -95,7 +102,7 @@ def fields_by_option(kind: type) -> dict[str, Field[object]]:
 def read_options(
     kind: type[T], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
 ) -> T:
-    """Read the options of a class from ``sources``: pairs of a place, for messages, and what was given there.
+    """Read the options of a class from ``sources``: pairs of a place, for messages, and the user's values there.
 
     A later source overrides an earlier one. ``prefix`` stands before the names of options in messages::
 
@@ -129,11 +136,8 @@ def unknown_option(
     """Return the error for a name that is no option, with the option that was probably meant."""
     from difflib import get_close_matches  # seldom needed, and slow to import
 
-    close = get_close_matches(name, known, n=1)
-    if close:
-        hint = f"did you mean {prefix}{close[0]}?"
-    else:
-        hint = "known are " + ", ".join(prefix + each for each in sorted(known)) + "."
+    close = [prefix + each for each in get_close_matches(name, known, n=1) or sorted(known)]
+    hint = f"did you mean {close[0]}?" if len(close) == 1 else f"known are {', '.join(close)}."
     return InvalidOption(f"{prefix}{name} of {where} is not an option: {hint}")
 
 
@@ -156,6 +160,11 @@ _METHODS: Final = frozenset(
 )
 
 _UNSET: Final = object()
+
+
+_serializer_name = accept_if(
+    lambda value: isinstance(value, str), "must be a name of kombu's registry"
+)
 
 
 def _exceptions(value: object) -> tuple[type[Exception], ...]:
@@ -184,12 +193,7 @@ class Policy:
     permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
     store_result: bool = option(True, flag)
     max_result_bytes: int = option(1024 * 1024, whole_number)
-    serializer: str | None = option(
-        None,
-        optional(
-            accept_if(lambda value: isinstance(value, str), "must be a name of kombu's registry")
-        ),
-    )
+    serializer: str | None = option(None, optional(_serializer_name))
     on_stale: OnStale = option("interrupt", one_of(OnStale))
     publish_once: bool = option(False, flag)
 
@@ -217,10 +221,10 @@ _KNOWN: Final = (*_TASK_OPTIONS, *SETTINGS)
 def read_task_options(
     task: type, name: str, setting: Callable[[str, object], object]
 ) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy of a task, and those of :data:`KEY_OPTIONS` that are given: an attribute wins over a setting.
+    """Return the policy of a task and the given :data:`KEY_OPTIONS`; an attribute wins over a setting.
 
-    Functions are taken from the class as they were given: read through the instance they would be bound methods.
-    ``setting(name, default)`` reads one setting of the app.
+    Functions are read from the class: through the instance they would be bound methods. ``setting(name, default)``
+    reads one setting of the app.
 
     Raises:
         InvalidOption: for an ``idempotency_*`` attribute that is no option, or a bad value.
@@ -253,11 +257,7 @@ def read_task_options(
 
 
 def refuse_unknown_settings(names: list[str]) -> None:
-    """Refuse settings with our prefix (lower case) that mean nothing.
-
-    Raises:
-        InvalidOption: naming the setting, and the one that was probably meant.
-    """
+    """Raise ``InvalidOption`` for an unknown one of these settings with our prefix, naming the one probably meant."""
     for name in names:
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _KNOWN:
-            raise unknown_option(name.removeprefix(PREFIX), _KNOWN, where="the app", prefix=PREFIX)
+        if (short := name.removeprefix(PREFIX)) not in _KNOWN:
+            raise unknown_option(short, _KNOWN, where="the app", prefix=PREFIX)

@@ -1,4 +1,4 @@
-"""What tests of idempotent tasks need."""
+"""The kit for tests of idempotent tasks: isolated records, deliveries and killed workers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ from celery_idempotent.testing.crashes import CrashReport, KilledAt, crash_matri
 from celery_idempotent.testing.delivery import (
     Delivery,
     Message,
-    assert_ran_once,
     deliver,
     deliver_at_once,
     deliver_message,
     deliver_twice,
 )
-from celery_idempotent.testing.isolation import (
-    FakeClock,
-    IsolatedRecords,
-    idempotency_off,
-    isolated_records,
-)
+from celery_idempotent.testing.isolation import FakeClock, idempotency_off, isolated_records
 
 __all__ = [
     "CrashReport",
     "Delivery",
     "FakeClock",
-    "IsolatedRecords",
     "KilledAt",
     "Message",
-    "assert_ran_once",
     "crash_matrix",
     "deliver",
     "deliver_at_once",

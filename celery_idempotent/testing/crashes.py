@@ -1,4 +1,4 @@
-"""A task whose worker is killed: at one place, or after each line in turn."""
+"""Runs a task in a process that is killed: at one place, or after each line in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, FrameType
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from celery.canvas import Signature
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Selection, State
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.delivery import Delivery, Message, deliver_message, message_of
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import AnyTask, Sig
 
-#: So many kills at most: a loop over many items is tried with few.
+#: How many kills there are at most: a loop over many items is tried with few.
 MAX_KILLS = 500
 
 #: Places that are no line: before the first one (and the body's return), after the run.
@@ -40,9 +39,6 @@ _AFTER = -1
 
 #: The lease meanwhile: nobody moves the clock of a database.
 _SHORT_LEASE_S = 1.0
-
-#: A process that takes longer is killed.
-_PROCESS_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +80,9 @@ class CrashReport:
             for place in self.places:
                 if place.line == line and verdict in {"", "ok"}:
                     verdict = place.verdict
-                    found = "" if verdict == "ok" else f"    <- {place.effects!r}, {place.state}"
-            shown = verdict if verdict == "ok" else verdict.upper()
-            lines.append(f"{shown:>8} {number:>4}  {text}{found}".rstrip())
+                    if verdict != "ok":
+                        verdict, found = verdict.upper(), f"    <- {place.effects!r}, {place.state}"
+            lines.append(f"{verdict:>8} {number:>4}  {text}{found}".rstrip())
         return "\n".join(lines)
 
 
@@ -96,17 +92,17 @@ def crash_matrix(
     arguments: Callable[[str], Sequence[object] | Sig],
     effects: Callable[[str], object],
 ) -> CrashReport:
-    """Kill a task after every line of its body, deliver it again, and look at its effects.
+    """Kill a task after every line of its body, deliver it again, and compare its effects.
 
     ``arguments`` gets the name of an operation, a UUID as text, and returns positional arguments, or a signature
     (``charge.s(1999).set(idempotency_key=name)``), which give it a key of its own. ``effects`` gets the name too, and
-    says what the operation brought about, as seen from outside of the process::
+    returns the effects of the operation, as seen from outside of the process::
 
         def test_a_kill_at_any_line_charges_once(bank):
             crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
 
-    The task runs in a fork of this process, and its messages go nowhere. Records are in memory or, where the store is a
-    Django database, there.
+    The task runs in a fork of this process, and its messages go nowhere. Records are in memory, unless the store is a
+    Django database.
 
     Raises:
         AssertionError: if a kill doubled, lost or changed an effect; its text is the report.
@@ -114,9 +110,8 @@ def crash_matrix(
     """
     __tracebackhide__ = True  # pytest shows the test, and the report
 
-    def begin() -> tuple[str, Any]:
-        name = str(uuid.uuid4())
-        given = arguments(name)
+    def begin() -> tuple[str, Message]:
+        given = arguments(name := str(uuid.uuid4()))
         call, args = (given, ()) if isinstance(given, Signature) else (task, given)
         return name, message_of(call, args, {})
 
@@ -125,14 +120,10 @@ def crash_matrix(
         before = effects(name)
         first = _run_and_kill(task, message)
         if first.delivery is None:
-            raise AssertionError(
-                f"{task.name} did not end, though nothing killed it: {first.trouble}"
-            )
+            raise AssertionError(f"{task.name} did not end without a kill: {first.trouble}")
         expected, state = effects(name), first.delivery.state
         if expected == before:
-            raise AssertionError(
-                f"effects() sees nothing of a run of {task.name}: it is {before!r} as before"
-            )
+            raise AssertionError(f"effects() sees nothing of a run of {task.name}: {before!r}")
         # The last events are the return and the end of the run.
         lines = [_BEFORE, *first.lines[:-2], _AFTER]
         if len(lines) > MAX_KILLS:
@@ -148,8 +139,8 @@ def crash_matrix(
             same = "ok" if end == state else "failed"
             verdict = same if found == expected else _difference(found, expected)
             places.append(KilledAt(line, found, end, verdict))
-    texts, number = inspect.getsourcelines(_body_of(task))
-    source = [(number + place, text.rstrip("\n")) for place, text in enumerate(texts)]
+    texts, first_line = inspect.getsourcelines(_body_of(task))
+    source = [*enumerate((text.rstrip("\n") for text in texts), first_line)]
     report = CrashReport(task.name, expected, places, source)
     if not report.ok:
         raise AssertionError(str(report))
@@ -165,8 +156,7 @@ def lose_worker(
     """Kill the process of a run, deliver its message again once the lease is over, and return how that ended.
 
     ``at``: before the first line (``start``), before the line of this number in the task's file, after the last line
-    (``end``: its effects are made, its result is not stored), or after the result is stored and before the message is
-    acknowledged (``acknowledge``). See :func:`crash_matrix` for what happens where.
+    (``end``: its effects are made, its result is not stored), or once the result is stored (``acknowledge``).
 
     Raises:
         AssertionError: if the run never comes to this line.
@@ -194,32 +184,30 @@ def _stage(task: AnyTask) -> Iterator[Callable[[], None]]:
     ):
 
         def let_leases_end() -> None:
-            page = store.list(Selection(states=frozenset({State.PROCESSING})), limit=MAX_KILLS)
-            until_ms = max([0, *(each.deadline_ms or 0 for each in page.records)])
-            left_ms = max(until_ms - page.now_ms + 1, 0)
-            clock.advance(left_ms)
-            if not isinstance(store, MemoryStore):
-                time.sleep(left_ms / 1000)
+            if isinstance(store, MemoryStore):
+                clock.advance(_SHORT_LEASE_S * 1000)
+            else:
+                time.sleep(_SHORT_LEASE_S + 0.01)
 
         yield let_leases_end
 
 
 def _difference(effects: Any, expected: Any) -> str:
-    """Say in one word how the effects differ: more, fewer, or just others."""
+    """Return the verdict on effects that differ: more, fewer, or others."""
     with suppress(TypeError):
-        sizes = [len(each) if isinstance(each, Sized) else each for each in (effects, expected)]
-        if sizes[0] > sizes[1]:
-            return "doubled"
-        if sizes[0] < sizes[1]:
-            return "lost"
+        found, wanted = [
+            len(each) if isinstance(each, Sized) else each for each in (effects, expected)
+        ]
+        if found != wanted:
+            return "doubled" if found > wanted else "lost"
     return "differs"
 
 
 @dataclass(slots=True)
 class _ProcessEnd:
-    """What a forked process did: the lines that it reached, and how the delivery ended, unless it died."""
+    """The report of a forked process: the lines that it reached, and how the delivery ended, unless it died."""
 
-    lines: list[int]
+    lines: list[int] = field(default_factory=list)
     delivery: Delivery | None = None
     trouble: str = "its process died"
     #: The records in memory, and the highest token of these.
@@ -235,10 +223,10 @@ def _run_and_kill(
 ) -> _ProcessEnd:
     """Fork, deliver the message there, and kill the process at an event or a line; the records outlive it.
 
-    An event: a line of the task's body is about to be executed, the body returns, the run is over.
+    Events are each line of the task's body before it is executed, the return of the body, and the end of the run.
     """
     if not hasattr(os, "fork"):
-        raise IdempotencyError("a process is forked for this, which this system cannot do")
+        raise IdempotencyError("this system cannot fork a process")
     if "django.db" in sys.modules:
         from celery_idempotent.django.transactions import close_before_fork
 
@@ -256,13 +244,10 @@ def _run_and_kill(
         finally:
             os._exit(1)
     there.close()
-    ended = _ProcessEnd([])
+    ended = _ProcessEnd()
     try:
         with here, suppress(EOFError, ConnectionResetError):
-            if here.poll(_PROCESS_S):
-                ended = here.recv()
-            else:
-                ended.trouble = f"it took longer than {_PROCESS_S} seconds"
+            ended = here.recv()
     finally:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
@@ -276,16 +261,16 @@ def _body_of(task: AnyTask) -> CodeType:
     function: Any = inspect.unwrap(getattr(task.run, "__func__", task.run))
     code: CodeType | None = getattr(function, "__code__", None)
     if code is None:
-        raise IdempotencyError(f"{task.name} is not a Python function: no line of it can be seen")
+        raise IdempotencyError(f"{task.name} is not a Python function")
     return code
 
 
 class _Child:
-    """The forked process: it delivers a message, dies at the place chosen, and tells its parent last."""
+    """The forked process: it delivers a message, and at the chosen place reports to its parent and dies."""
 
     def __init__(self, parent: Connection, task: AnyTask, body: CodeType, kill: object) -> None:
         self.parent, self.task, self.body, self.kill = parent, task, body, kill
-        self.ended = _ProcessEnd([])
+        self.ended = _ProcessEnd()
         self.last = max((line for _, _, line in body.co_lines() if line is not None), default=0)
 
     def deliver(self, message: Message, redelivered: bool) -> None:
@@ -300,7 +285,7 @@ class _Child:
         self.die()
 
     def trace(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
-        """See each line of the body, or of a function that is written in it: for ``sys.settrace``."""
+        """Note each line of the body, or of a function that is written in it: for ``sys.settrace``."""
         code, body = frame.f_code, self.body
         first = code.co_firstlineno
         if code.co_filename != body.co_filename or not body.co_firstlineno <= first <= self.last:

@@ -1,10 +1,9 @@
-"""Deliveries of a task, here and now, as the child process of a worker runs a message; without worker or broker."""
+"""Delivers messages here and now, as the child process of a worker does; without worker or broker."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,9 +16,6 @@ from celery.canvas import Signature
 from celery.signals import before_task_publish
 from kombu.serialization import dumps, loads
 
-from celery_idempotent import signals
-from celery_idempotent.signals import Event
-
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What was published: the task's name, the headers, and the body after its way through the serializer."""
+    """A published message: the task's name, the headers, and the body after its way through the serializer."""
 
     task: str
     headers: dict[str, Any]
@@ -42,8 +38,8 @@ class Delivery:
     """How a delivery ended.
 
     ``state`` is Celery's: ``SUCCESS``, ``FAILURE``, ``RETRY`` (the message was published again, with a countdown),
-    ``REJECTED`` or ``IGNORED``. ``value`` is the result, or the exception. ``published`` are the messages that the
-    delivery published, which go nowhere else: follow-ups, callbacks, the republished message itself.
+    ``REJECTED`` or ``IGNORED``. ``value`` is the result, or the exception. ``published`` has the messages that the
+    delivery published: callbacks, the republished message itself. They reach no broker.
     """
 
     state: str
@@ -119,7 +115,7 @@ def _trace(
 
 
 def deliver(task: AnyTask | Sig, *args: object, **kwargs: object) -> Delivery:
-    """Call the task and deliver the message once; it goes neither to a broker nor to a worker.
+    """Call the task and deliver the message once.
 
     A signature brings options of the call: ``deliver(charge.s(1999).set(idempotency_key="order-17"))``.
     """
@@ -127,7 +123,7 @@ def deliver(task: AnyTask | Sig, *args: object, **kwargs: object) -> Delivery:
 
 
 def deliver_message(task: AnyTask, message: Message, *, redelivered: bool = False) -> Delivery:
-    """Deliver what a delivery published, as a worker's child does: a retry, a message that was republished."""
+    """Deliver a message that a delivery published: a retry, a republished message."""
     with _capture(task.app) as published:
         return _trace(task, message, redelivered, published)
 
@@ -136,16 +132,15 @@ def deliver_twice(
     task: AnyTask | Sig, *args: object, **kwargs: object
 ) -> tuple[Delivery, Delivery]:
     """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
-    message = message_of(task, args, kwargs)
-    of = task_of(task)
-    return deliver_message(of, message), deliver_message(of, message, redelivered=True)
+    message, called = message_of(task, args, kwargs), task_of(task)
+    return deliver_message(called, message), deliver_message(called, message, redelivered=True)
 
 
 def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object) -> list[Delivery]:
     """Call the task ``n`` times and deliver the messages at the same time, each in a thread.
 
-    Which one of them runs is left to chance. The others wait as ``idempotency_on_conflict`` says; by default their
-    state is ``RETRY``. Each message is published in the end, so ``published`` of the last delivery has all of them.
+    One of them, at random, runs; by default the state of the others is ``RETRY``. ``published`` of the last delivery
+    has the messages of all.
     """
     messages = [message_of(task, args, kwargs) for _ in range(n)]
     ready = threading.Barrier(n)
@@ -162,21 +157,3 @@ def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object
                     database.connections.close_all()
 
         return list(pool.map(go, messages))
-
-
-@contextmanager
-def assert_ran_once(task: AnyTask) -> Iterator[None]:
-    """Fail unless the body of the task runs exactly once in the block, in any thread of this process."""
-    runs: list[Event] = []
-    name = f"celery-idempotent-{uuid.uuid4().hex}"
-
-    def count(event: Event, **_: object) -> None:
-        if event.task == task.name:
-            runs.append(event)
-
-    signals.claimed.connect(count, weak=False, dispatch_uid=name)
-    try:
-        yield
-    finally:
-        signals.claimed.disconnect(dispatch_uid=name)
-    assert len(runs) == 1, f"{task.name} ran {len(runs)} times, not once"

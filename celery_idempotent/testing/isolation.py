@@ -1,4 +1,4 @@
-"""A store for the length of one test, for tests of applications."""
+"""Replaces the store, the options or the time of an app for the length of a test."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
-
-from celery import current_app
 
 from celery_idempotent.celery.definition import definitions
 from celery_idempotent.errors import InvalidOption
@@ -45,9 +43,8 @@ class FakeClock:
 def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) -> Iterator[Store]:
     """Give ``app`` an empty store for the length of the block, as a context manager or as a decorator of a test.
 
-    The store is in memory, so that no server is needed, whatever ``idempotency_store`` is. Its time is that of
-    ``clock`` (microseconds), for instance a :class:`~celery_idempotent.testing.FakeClock`. Where the store is a
-    Django database it stays so, since Django's test cases roll it back; of a hybrid store only the database is used.
+    The store is in memory, whatever ``idempotency_store`` is, and its time is that of ``clock`` (microseconds). A
+    Django database stays the store, because Django's test cases roll it back, but without the cache of a hybrid store.
     Runs in other processes are not isolated.
 
     Raises:
@@ -71,10 +68,7 @@ def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) 
 
 @contextmanager
 def idempotency_off(app: AnyCelery) -> Iterator[None]:
-    """Let the tasks of ``app`` run as plain Celery tasks for the length of the block.
-
-    Those that set ``idempotency_mode`` themselves stay as they are.
-    """
+    """Let the tasks of ``app`` that do not set ``idempotency_mode`` run as plain Celery tasks in the block."""
     with ExitStack() as stack:
         for task in [app.tasks[each.name] for each in definitions(app)]:
             if not hasattr(task, "idempotency_mode"):
@@ -84,7 +78,7 @@ def idempotency_off(app: AnyCelery) -> Iterator[None]:
 
 @contextmanager
 def redefined(task: Any, **options: Any) -> Iterator[None]:
-    """Let a task have other options for the length of the block: it is bound anew, at its begin and at its end."""
+    """Give a task other options for the length of the block, by binding it anew."""
     kind = task.__class__  # not that of a proxy
     try:
         with patch.multiple(kind, create=True, **options):
@@ -92,22 +86,3 @@ def redefined(task: Any, **options: Any) -> Iterator[None]:
             yield
     finally:
         kind.bind(task.app)
-
-
-class IsolatedRecords:
-    """A mixin for unittest's and Django's test cases: each test begins without records.
-
-    ``class Payments(IsolatedRecords, TestCase)``. The app is the current one, or ``idempotency_app``.
-    """
-
-    #: The app whose records are isolated.
-    idempotency_app: AnyCelery | None = None
-    #: The store of the test.
-    idempotency_records: Store
-
-    def setUp(self) -> None:
-        """Isolate the records, then set up the rest."""
-        isolation = isolated_records(self.idempotency_app or current_app)
-        self.idempotency_records = isolation.__enter__()
-        self.addCleanup(isolation.__exit__, None, None, None)  # type: ignore[attr-defined]
-        super().setUp()  # type: ignore[misc]
