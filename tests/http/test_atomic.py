@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
 
+from celery_idempotent.django.outbox import UNREACHED_SECONDS
 from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
 from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
 from tests.support.waiting import wait_for
@@ -125,7 +127,11 @@ def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(
     keys = {path: new_key() for path in ("/t/at-once/", "/payments/")}
     bank.proxy.refuse()
     try:
-        answers = [bank.ask("POST", path, ORDER, key=key) for path, key in keys.items()]
+        answers = []
+        for path, key in keys.items():
+            answers.append(bank.ask("POST", path, ORDER, key=key))
+            # Or the next message would not be tried after its COMMIT, and be left to a sweep for a minute.
+            time.sleep(UNREACHED_SECONDS)
         assert [answer.status for answer in answers] == [202, 202]
         for answer in answers:
             assert bank.status(answer).json["state"] == "QUEUED"
