@@ -113,6 +113,7 @@ class Outcome(enum.Enum):
     CHANGED = "left alone: it has changed since"
     LIVE = "left alone: its owner is live"
     UNSENT = "queued, but not published: the sweep after its deadline tries again"
+    UNKNOWN = "it may have been done, or not"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +239,8 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
 
 def operate_on_each(
     app: Celery, request: OperationRequest, records: Iterable[Record]
-) -> Iterator[tuple[Record, Outcome | None, str]]:
-    """Operate on each record as it was seen; yield it with its outcome, or ``None`` and the error.
+) -> Iterator[tuple[Record, Outcome, str]]:
+    """Operate on each record as it was seen; yield it with its outcome, and that in words.
 
     A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
     """
@@ -250,15 +251,16 @@ def operate_on_each(
             outcome = operate(app, record.identity, request, token=record.token, state=record.state)
         except IdempotencyError as error:
             logger.warning("idempotency: %s of %s failed: %s", *about, error)
-            yield record, None, str(error)
+            yield record, Outcome.UNKNOWN, f"{Outcome.UNKNOWN.value}: {error}"
             if (silent := silent + 1) == _SILENT:
                 return
         except Exception as error:  # a fault that concerns one record
             logger.exception("idempotency: %s of %s failed", *about)
-            yield record, None, f"{type(error).__name__}. The log says more."
+            more = f"{type(error).__name__}. The log says more."
+            yield record, Outcome.UNKNOWN, f"{Outcome.UNKNOWN.value}: {more}"
         else:
-            silent = 0
-            yield record, outcome, ""
+            silent, done = 0, outcome is Outcome.DONE
+            yield record, outcome, OPERATIONS[request.operation].done if done else outcome.value
 
 
 def _audit(identity: Identity, request: OperationRequest, entry: str, live: bool) -> None:

@@ -325,17 +325,13 @@ def _execute(
     app: Celery, request: OperationRequest, records: Sequence[Record], *, left: int, as_json: bool
 ) -> None:
     """Operate on one record after the other, and end with the exit code; ``left`` were left alone before."""
-    counts: Counter[Outcome | None] = Counter()
-    total, operation = len(records), request.operation
-    done = OPERATIONS[operation].done
+    counts: Counter[Outcome] = Counter()
+    total, done = len(records), OPERATIONS[request.operation].done
     try:
-        for record, outcome, trouble in operate_on_each(app, request, records):
+        for record, outcome, text in operate_on_each(app, request, records):
             counts[outcome] += 1
-            word = "unknown" if outcome is None else outcome.name.lower()
-            text = f"it may have been done, or not: {trouble}" if outcome is None else outcome.value
             about = session.object_of(app, record, record.updated_ms)
-            about |= {"operation": operation, "outcome": word}
-            text = done if outcome is Outcome.DONE else text
+            about |= {"operation": request.operation, "outcome": outcome.name.lower()}
             write(as_json, about, f"{record.identity}: {text}")
     except KeyboardInterrupt:
         note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
@@ -344,11 +340,11 @@ def _execute(
         (counts[Outcome.DONE], done),
         (counts[Outcome.UNSENT], "queued and not published yet"),
         (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
-        (counts[None], "unknown: the store did not answer"),
+        (counts[Outcome.UNKNOWN], "unknown: the store did not answer"),
         (total - counts.total(), "not tried: run it again"),
     ]
     note(", ".join(f"{number:,} {text}" for number, text in parts if number) + ".")
-    if counts[None]:
+    if counts[Outcome.UNKNOWN]:
         raise Exit(UNREACHABLE)
     if left or counts.total() > counts[Outcome.DONE]:
         raise Exit(FOUND)

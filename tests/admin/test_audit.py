@@ -7,7 +7,12 @@ from unittest import mock
 import pytest
 from django.db import DatabaseError, InterfaceError
 
-from celery_idempotent.celery.operations import OperationRequest, operate_on_each, operate_or_raise
+from celery_idempotent.celery.operations import (
+    OperationRequest,
+    Outcome,
+    operate_on_each,
+    operate_or_raise,
+)
 from celery_idempotent.errors import StoreUnavailable
 from tests.support.admin import claim, identity, make_user, settle
 
@@ -53,7 +58,7 @@ def test_a_log_that_fails_hides_no_silent_store(app, memory):
     silent = mock.patch.object(memory, "forget", side_effect=StoreUnavailable("no answer"))
     with silent, mock.patch(LOG, side_effect=InterfaceError("the connection is closed")):
         ended = list(operate_on_each(app, ALICE, seen))
-    assert [outcome for _, outcome, _ in ended] == [None, None]
+    assert [outcome for _, outcome, _ in ended] == [Outcome.UNKNOWN] * 2
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), KeyboardInterrupt()])

@@ -428,15 +428,13 @@ def _execute(
         value=form.cleaned_data.get("value"),
     )
     done, untried = [], len(marks)
-    for mark, outcome, trouble in operate_on_each(celery_app(), wanted, marks):
+    for mark, outcome, text in operate_on_each(celery_app(), wanted, marks):
         untried -= 1
         if outcome is Outcome.DONE:
             done.append(mark.identity)
-        elif outcome is None:
-            messages.error(request, f"It may have been done, or not: {mark.identity}. {trouble}")
         else:
             level = messages.WARNING if outcome is Outcome.UNSENT else messages.ERROR
-            messages.add_message(request, level, f"{outcome.value} ({mark.identity})")
+            messages.add_message(request, level, f"{text} ({mark.identity})")
     if done:
         which = f"{len(done)} of {len(marks)}" if len(marks) > 1 else done[0]
         messages.success(request, f"{OPERATIONS[operation].done.capitalize()}: {which}.")
