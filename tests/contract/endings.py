@@ -11,18 +11,15 @@ from celery_idempotent.records import (
     EndState,
     Record,
     Renewal,
-    Settled,
     State,
     Stored,
 )
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     END_STATES,
-    FINGERPRINT,
     KEY,
     MESSAGE,
     NAMES,
-    VALUE,
     Advance,
     ContractBase,
     all_at_once,
@@ -44,19 +41,6 @@ STEPS = (("pay", result("1")), ("ship", result("2")), ("mail", result("3")))
 
 class EndingContract(ContractBase):
     """Settling, and who may do so."""
-
-    @pytest.mark.parametrize("fingerprint", [None, FINGERPRINT])
-    @pytest.mark.parametrize("value", [None, VALUE])
-    def test_a_value_need_not_be_kept(
-        self, store: Store, value: Stored | None, fingerprint: bytes | None
-    ) -> None:
-        """``idempotency_store_result=False``, or a result that is too large: the key is done, and its result is
-        elsewhere.
-        """
-        assert self.settle(store, self.claim(store, fingerprint=fingerprint), value=value)
-        answer = self.try_claim(store)
-        assert isinstance(answer, Settled)
-        assert (answer.record.value, answer.record.fingerprint) == (value, fingerprint)
 
     def test_an_operator_completes_what_failed(self, store: Store) -> None:
         """With that it leaves the list of failures, which is an index in some stores."""

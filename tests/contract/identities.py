@@ -6,7 +6,7 @@ import pytest
 
 from celery_idempotent.records import Identity, Settled, Stored
 from celery_idempotent.stores.base import Store
-from tests.contract.base import KEY, Advance, ContractBase
+from tests.contract.base import FINGERPRINT, KEY, Advance, ContractBase
 
 #: Each would meet another one if names were made by joining.
 CONFUSABLE = [
@@ -87,8 +87,9 @@ class IdentityContract(ContractBase):
         assert {record.identity for record in swept} == set(CONFUSABLE)
 
     @pytest.mark.parametrize(
-        ("content_type", "content_encoding", "body"),
+        "value",
         [
+            None,
             ("application/json", "utf-8", b""),
             ("application/json", "utf-8", b"x" * 1024 * 1024),
             ("application/x-python-serialize", "binary", bytes(range(256))),
@@ -96,20 +97,19 @@ class IdentityContract(ContractBase):
             ("application/vnd.example+json", "utf-16", "\u20ac".encode("utf-16")),
             ("", "", b"\r\n$5\r\n"),
         ],
-        ids=["empty", "1 MiB", "binary", "zero", "unusual type", "no type"],
+        ids=["none", "empty", "1 MiB", "binary", "zero", "unusual type", "no type"],
     )
+    @pytest.mark.parametrize("fingerprint", [None, FINGERPRINT])
     def test_any_value_comes_back_as_it_was(
-        self, store: Store, content_type: str, content_encoding: str, body: bytes
+        self, store: Store, value: tuple[str, str, bytes] | None, fingerprint: bytes | None
     ) -> None:
-        """A value is bytes with a type: whatever a serializer makes, no store may read, convert or cut it."""
-        value = Stored(content_type=content_type, content_encoding=content_encoding, body=body)
-        assert self.settle(store, self.claim(store), value=value)
+        """A value is bytes with a type, which no store may read, convert or cut; it need not be kept."""
+        kept = value and Stored(content_type=value[0], content_encoding=value[1], body=value[2])
+        assert self.settle(store, self.claim(store, fingerprint=fingerprint), value=kept)
         answer = self.try_claim(store)
         assert isinstance(answer, Settled)
-        assert answer.record.value == value
-        found = store.get(KEY)
-        assert found is not None
-        assert found.value == value
+        assert (answer.record.value, answer.record.fingerprint) == (kept, fingerprint)
+        assert self.found(store) == answer.record
 
     @pytest.mark.parametrize("text", ["", "\u00fc@h\u00f6st:1", "x" * 1000])
     def test_any_owner_comes_back_as_it_was(self, store: Store, text: str) -> None:

@@ -23,7 +23,7 @@ from tests.contract import StoreContract
 from tests.stores import verbs
 from tests.stores.hybrids import BadLink, MemoryHybrid
 from tests.stores.shifted import Shift
-from tests.stores.verbs import KEEP_MS, KEY, VALUE, settle
+from tests.stores.verbs import KEY, VALUE, settle
 
 pytestmark = pytest.mark.redis
 
@@ -307,15 +307,6 @@ class TestTrouble:
         for _ in range(2):
             with looks(store, 1):
                 assert isinstance(ask(store), Settled)
-
-    def test_old_data_that_come_back_answer_again_and_run_nothing(self, store, redis_client, entry):
-        complete(store)
-        name, old = entry(), redis_client.get(entry())
-        assert store.forget(KEY)
-        redis_client.set(name, old, px=KEEP_MS)
-        assert isinstance(ask(store), Settled)
-        assert store.forget(KEY) is False
-        assert isinstance(ask(store), Claimed)
 
     def test_a_store_that_fails_when_it_is_read_again_spoils_nothing(self, store, entry):
         record, at = ask(store, task_id="first").record, store._at

@@ -20,6 +20,10 @@ from tests.stores import verbs
 from tests.stores.verbs import KEY, claim
 from tests.support.servers import EmbeddedRedis
 
+PoolOf = Callable[..., redis.ConnectionPool]
+CERTIFIED = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+MAIN = {"master_name": "main"}
+
 
 def meta(state: str, **more: object) -> bytes:
     """Return a result as Celery writes it."""
@@ -30,7 +34,7 @@ class TestWhatIsOneDatabase:
     """No server is asked."""
 
     @pytest.fixture
-    def pool_of(self) -> Iterator[Callable[..., redis.ConnectionPool]]:
+    def pool_of(self) -> Iterator[PoolOf]:
         apps: list[Celery] = []
 
         def pool_of(url: str, **settings: Any) -> redis.ConnectionPool:
@@ -56,64 +60,48 @@ class TestWhatIsOneDatabase:
             ("redis://:p@h", "redis://h", {"redis_password": "p"}),
             ("redis://:a%2Fb@h", "redis://:a%2Fb@h", {}),
             ("unix:///run/redis.sock?db=2", "redis+socket:///run/redis.sock?virtual_host=2", {}),
-            (
-                "rediss://h/1",
-                "rediss://h/1",
-                {"redis_backend_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED}},
-            ),
+            ("rediss://h/1", "rediss://h/1", {"redis_backend_use_ssl": CERTIFIED}),
             ("rediss://h", "rediss://h?ssl_cert_reqs=CERT_REQUIRED", {}),
         ],
     )
-    def test_the_same(
-        self, pool_of: Callable[..., redis.ConnectionPool], store: str, backend: str, settings: Any
-    ):
+    def test_the_same(self, pool_of: PoolOf, store: str, backend: str, settings: Any):
         assert RedisStore(store).stores_results_of(pool_of(backend, **settings))
 
     @pytest.mark.parametrize(
         ("store", "backend", "settings"),
         [
-            pytest.param("redis://h/0", "redis://h/1", {}, id="database"),
-            pytest.param("redis://h", "redis://i", {}, id="host"),
-            pytest.param("redis://localhost", "redis://127.0.0.1", {}, id="name of a host"),
-            pytest.param("redis://h:1", "redis://h:2", {}, id="port"),
-            pytest.param("redis://h", "redis://:p@h", {}, id="password"),
-            pytest.param("redis://u:p@h", "redis://v:p@h", {}, id="user"),
-            pytest.param("redis://h", "redis://h", {"redis_username": "u"}, id="user by setting"),
-            pytest.param("redis://h", "rediss://h?ssl_cert_reqs=CERT_NONE", {}, id="TLS"),
-            pytest.param(
-                "rediss://h?ssl_certfile=a",
-                "rediss://h?ssl_cert_reqs=CERT_NONE&ssl_certfile=b",
-                {},
-                id="certificate",
-            ),
-            pytest.param(
-                "unix:///run/a.sock", "redis+socket:///run/b.sock", {}, id="path of a socket"
-            ),
-            pytest.param("unix:///run/a.sock", "redis://localhost", {}, id="socket and address"),
-            pytest.param(
+            ("redis://h/0", "redis://h/1", {}),
+            ("redis://h", "redis://i", {}),
+            ("redis://localhost", "redis://127.0.0.1", {}),
+            ("redis://h:1", "redis://h:2", {}),
+            ("redis://h", "redis://:p@h", {}),
+            ("redis://u:p@h", "redis://v:p@h", {}),
+            ("redis://h", "redis://h", {"redis_username": "u"}),
+            ("redis://h", "rediss://h?ssl_cert_reqs=CERT_NONE", {}),
+            ("rediss://h?ssl_certfile=a", "rediss://h?ssl_cert_reqs=CERT_NONE&ssl_certfile=b", {}),
+            ("unix:///run/a.sock", "redis+socket:///run/b.sock", {}),
+            ("unix:///run/a.sock", "redis://localhost", {}),
+            (
                 "sentinel://h:1/main/0",
                 "sentinel://h:1/0",
-                {"result_backend_transport_options": {"master_name": "main"}},
-                id="Sentinel",
+                {"result_backend_transport_options": MAIN},
             ),
-            pytest.param("redis+cluster://h:1", "redis://h:1", {}, id="Cluster"),
-            pytest.param("redis://h", "redis://h?encoding=latin-1", {}, id="other bytes"),
+            ("redis+cluster://h:1", "redis://h:1", {}),
+            ("redis://h", "redis://h?encoding=latin-1", {}),
         ],
     )
     def test_another_or_perhaps_another(
-        self, pool_of: Callable[..., redis.ConnectionPool], store: str, backend: str, settings: Any
+        self, pool_of: PoolOf, store: str, backend: str, settings: Any
     ):
         assert not RedisStore(store).stores_results_of(pool_of(backend, **settings))
 
     @pytest.mark.skipif(celery.VERSION < (5, 6), reason="Celery has none before 5.6")
-    def test_not_with_credentials_of_a_provider(self, pool_of: Callable[..., redis.ConnectionPool]):
+    def test_not_with_credentials_of_a_provider(self, pool_of: PoolOf):
         provider = redis.UsernamePasswordCredentialProvider("u", "p")
         pool = pool_of("redis://h", redis_backend_credential_provider=provider)
         assert not RedisStore("redis://h").stores_results_of(pool)
 
-    def test_not_by_a_store_that_settles_in_its_own_way_or_by_another(
-        self, pool_of: Callable[..., redis.ConnectionPool]
-    ):
+    def test_not_by_a_store_that_settles_in_its_own_way_or_by_another(self, pool_of: PoolOf):
         class Audited(RedisStore):
             def settle(self, request: SettleRequest) -> bool:
                 return super().settle(request)
