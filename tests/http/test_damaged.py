@@ -14,10 +14,11 @@ from django.test import RequestFactory, override_settings
 from celery_idempotent import IdempotentTask
 from celery_idempotent.django.http import enqueue, idempotent_view
 from celery_idempotent.django.http.status import status
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
+from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import ready
+from tests.support.records import settle_key
 
 app = Celery("damaged", broker="memory://", backend="cache+memory://", set_as_current=False)
 app.conf.idempotency_store = "memory://"
@@ -87,15 +88,8 @@ KINDS: dict[str, tuple[str, str]] = {
 
 def settle(namespace: str, state: State, value: Stored) -> str:
     """Settle a key; return it."""
-    identity, store = Identity(namespace=namespace, scope="caller", key=new_key()), get_store(app)
-    claimed = store.claim(
-        ClaimRequest(identity=identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
-    )
-    assert isinstance(claimed, Claimed)
-    settled: Any = state
-    assert store.settle(
-        SettleRequest(record=claimed.record, state=settled, value=value, keep_ms=60_000)
-    )
+    identity = Identity(namespace=namespace, scope="caller", key=new_key())
+    settle_key(get_store(app), identity, state, value)
     return identity.key
 
 

@@ -27,7 +27,7 @@ from tests.http.test_ietf import (  # noqa: F401  collected here, with the sites
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 
-NOW, LATER, AT_ONCE = "/payments/now/", "/payments/", "/t/at-once/"
+NOW, LATER = "/payments/now/", "/payments/"
 PAY = "testproject.payments.tasks.pay"
 
 
@@ -88,39 +88,26 @@ def lose(doomed: Web, lost: Any) -> None:
     assert isinstance(lost.exception(30), (OSError, http.client.HTTPException))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [LATER, *(pytest.param(each, marks=pytest.mark.wide) for each in (AT_ONCE, "/t/announcing/"))],
-)
 def test_a_process_that_is_killed_between_its_commit_and_the_sending_loses_no_message(
-    bank: Bank, doomed: Web, path: str
+    bank: Bank, doomed: Web
 ) -> None:
-    """In `enqueue` within the request's transaction and without one, and in an atomic view."""
-    key = new_key()
-    atomic = path == "/t/announcing/"
-    follow = f"after-{key}" if atomic else key
-    held = bank.proxy.held
+    key, held = new_key(), bank.proxy.held
     bank.proxy.hold_requests(b"LPUSH", times=None)
     try:
-        lost = in_background(lambda: doomed.ask("POST", path, ORDER, key=key, X_Caller="c"))
-        wait_for(lambda: bank.proxy.held > held and staged(bank, follow) == 1, 30)
-        assert made(bank.rows, key) == atomic
+        lost = in_background(lambda: doomed.ask("POST", LATER, ORDER, key=key))
+        wait_for(lambda: bank.proxy.held > held and staged(bank, key) == 1, 30)
         lose(doomed, lost)
         # The message itself is lost with the process.
         bank.proxy.cut()
     finally:
         bank.proxy.heal()
-    again = bank.ask("POST", path, ORDER, key=key, X_Caller="c")
-    assert (again.status, again.replayed) == (201 if atomic else 202, True)
-    assert made(bank.rows, follow) == 0
-    if not atomic:
-        assert state_of(bank, again) == "QUEUED"
-    later(bank, follow)
-    sweep_until(bank, lambda: made(bank.rows, follow) == 1)
-    assert staged(bank, follow) == 0
-    assert made(bank.rows, key) == 1
-    if not atomic:
-        assert bank.settled(again)["state"] == "COMPLETED"
+    again = bank.ask("POST", LATER, ORDER, key=key)
+    assert (again.status, again.replayed, state_of(bank, again)) == (202, True, "QUEUED")
+    assert made(bank.rows, key) == 0
+    later(bank, key)
+    sweep_until(bank, lambda: made(bank.rows, key) == 1)
+    assert staged(bank, key) == 0
+    assert bank.settled(again)["state"] == "COMPLETED"
 
 
 def test_a_process_that_is_killed_before_its_commit_has_sent_nothing_and_a_repeat_runs_anew(

@@ -1,34 +1,30 @@
-"""What a guard does around a view of any kind, seen by a client of Django's."""
+"""What a guard does around a view."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from types import ModuleType
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from celery import Celery
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connection, connections
-from django.db.transaction import non_atomic_requests
-from django.http import HttpResponse
-from django.test import Client, RequestFactory, override_settings
-from django.urls import path
+from django.db import connection, connections, transaction
+from django.http import HttpResponse, JsonResponse
+from django.test import RequestFactory, override_settings
 from django.utils.decorators import method_decorator
 from django.views import View
 
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.http.status import describe
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
+from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import get_store
-from tests.http.kinds import kinds
 from tests.http.sites import new_key
-from tests.sql.databases import atomic_requests, execute, rows
+from tests.sql.databases import ready
+from tests.support.records import claim_key, settle_key
 from tests.support.waiting import wait_for
 
-ALIAS = "atomic_requests"
 app = Celery("guards", broker="memory://", set_as_current=False)
 app.conf.idempotency_store = "memory://"
 
@@ -36,7 +32,7 @@ app.conf.idempotency_store = "memory://"
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with (
-        atomic_requests(ALIAS, tmp_path_factory.mktemp("guards")),
+        ready(tmp_path_factory.mktemp("guards")),
         override_settings(CELERY_IDEMPOTENT_APP=app),
     ):
         yield
@@ -53,48 +49,28 @@ def factory() -> Any:
     return RequestFactory()
 
 
-def written(text: str) -> int:
-    return len(rows(ALIAS, "SELECT 1 FROM note WHERE text = %s", (text,)))
+@pytest.fixture
+def pay(options: dict[str, Any], factory: Any) -> Callable[[str], Any]:
+    """Ask a guarded view with a key; ``pay.runs`` are its runs."""
+    runs: list[int] = []
+
+    @idempotent_view(**options)
+    def view(_: Any) -> HttpResponse:
+        runs.append(1)
+        return JsonResponse({})
+
+    def pay(key: str) -> Any:
+        answer = view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key))
+        return answer.status_code, json.loads(answer.content or b"{}")
+
+    vars(pay)["runs"] = runs
+    return pay
 
 
-def write(request: Any) -> tuple[int, dict[str, int]]:
-    """Write what the query says."""
-    execute(ALIAS, "INSERT INTO note VALUES (%s)", (request.GET["note"],))
-    return 200, {}
-
-
-class Site:
-    """Views of every kind with the same options, and a client: on ``/inside`` Django has a transaction around them."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        views = kinds(idempotent_view(**options), write)
-        self.module = ModuleType("guarded_urls")
-        self.module.__dict__["urlpatterns"] = [
-            *(path(name, non_atomic_requests(ALIAS)(view)) for name, view in views.items()),
-            *(
-                path(f"inside/{name}", lambda request, view=view: view(request))
-                for name, view in views.items()
-            ),
-        ]
-        self._client = Client(raise_request_exception=False, HTTP_HOST="localhost")
-
-    def ask(self, path: str, key: str) -> Any:
-        with override_settings(ROOT_URLCONF=self.module):
-            return self._client.post(path, headers={"Idempotency-Key": key})
-
-
-# Transactions --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["plain", "handler", "rest"])
-def test_a_view_inside_a_transaction_is_refused(
-    options: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    site, note, key = Site(options), new_key(), new_key()
-    assert site.ask(f"/inside/{kind}?note={note}", key).status_code == 500
-    assert written(note) == 0
-    assert "non_atomic_requests" in caplog.text
-    assert site.ask(f"/{kind}?note={note}", key).status_code == 200
+def test_a_view_inside_a_transaction_is_refused(pay: Any) -> None:
+    with transaction.atomic(), pytest.raises(ImproperlyConfigured, match="non_atomic_requests"):
+        pay(new_key())
+    assert pay.runs == []
 
 
 # Records -------------------------------------------------------------------------------------------------------------
@@ -104,56 +80,44 @@ def new_identity() -> Identity:
     return Identity(namespace="http", scope="caller", key=new_key())
 
 
-def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> None:
-    site, note, identity = Site(options), new_key(), new_identity()
-    store = get_store(app)
-    claimed = store.claim(
-        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
-    )
-    assert isinstance(claimed, Claimed)
+def test_what_an_operator_failed_is_told_as_that(pay: Any) -> None:
+    identity, store = new_identity(), get_store(app)
+    token = claim_key(store, identity, lease_ms=1).token
 
     def fail() -> bool:
-        token = claimed.record.token
         done = operate(app, identity, OperationRequest("fail"), token=token, state=State.PROCESSING)
         return done is Outcome.DONE
 
     wait_for(fail)
-    answer = site.ask(f"/plain?note={note}", identity.key)
-    assert (answer.status_code, answer.json()["code"]) == (500, "failed_by_operator")
-    assert "operator" in answer.json()["detail"]
-    assert answer.json()["retryable"] is False
-    assert written(note) == 0
+    status, problem = pay(identity.key)
+    assert (status, problem["code"], problem["retryable"]) == (500, "failed_by_operator", False)
+    assert "operator" in problem["detail"]
     record = store.get(identity)
     assert record is not None
     told = describe(record, key=identity.key, task=None)
     assert told["error"]["code"] == "failed_by_operator"
     assert told["error"]["type"] == "FailedByOperator"
     assert told["retryable"] is False
+    assert pay.runs == []
 
 
 def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    pay: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are read by then, and its user may have changed."""
     monkeypatch.setattr("celery_idempotent.http.guard.execute", lambda _, body: (body(), body())[1])
-    site, note = Site(options), new_key()
-    answer = site.ask(f"/plain?note={note}", new_key())
-    assert (answer.status_code, answer.json()["code"]) == (503, "rolled_back")
-    assert answer.json()["detail"].startswith("The database rolled it back")
-    assert written(note) == 1
+    status, problem = pay(new_key())
+    assert (status, problem["code"]) == (503, "rolled_back")
+    assert problem["detail"].startswith("The database rolled it back")
+    assert pay.runs == [1]
 
 
-def test_a_record_without_a_response_is_told_as_that(options: dict[str, Any]) -> None:
-    site, note, identity = Site(options), new_key(), new_identity()
-    asked: dict[str, Any] = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000}
-    store = get_store(app)
-    claimed = store.claim(ClaimRequest(identity=identity, **asked))
-    assert isinstance(claimed, Claimed)
-    end = SettleRequest(record=claimed.record, state=State.COMPLETED, value=None, keep_ms=60_000)
-    assert store.settle(end)
-    answer = site.ask(f"/plain?note={note}", identity.key)
-    assert (answer.status_code, answer.json()["code"]) == (410, "result_not_kept")
-    assert written(note) == 0
+def test_a_record_without_a_response_is_told_as_that(pay: Any) -> None:
+    identity = new_identity()
+    settle_key(get_store(app), identity, State.COMPLETED)
+    status, problem = pay(identity.key)
+    assert (status, problem["code"]) == (410, "result_not_kept")
+    assert pay.runs == []
 
 
 # Tenants -------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import http.client
-import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -21,14 +19,12 @@ language = ContextVar("language", default="en")
 def hang_up(web: Web, path: str, key: str, *, when: Callable[[], bool]) -> None:
     """Send a request, and leave without its answer."""
     connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=60)
-    # Basic auth of alice, for Django REST framework.
-    headers = {"Idempotency-Key": key, "X-Caller": "c", "Authorization": "Basic YWxpY2U6YWxpY2U="}
-    connection.request("POST", path, b"", headers)
+    connection.request("POST", path, b"", {"Idempotency-Key": key, "X-Caller": "c"})
     wait_for(when, 30)
     connection.close()
 
 
-@pytest.mark.parametrize("name", ["aheld", "async-held", "held", "rest_held"])
+@pytest.mark.parametrize("name", ["aheld", "held"])
 def test_a_view_whose_client_hangs_up_is_not_run_again(site: Site, asgi: Web, name: str) -> None:
     key, path = new_key(), f"/t/{name}/"
     runs = site.directory / f"runs-{key}"
@@ -46,8 +42,7 @@ def test_a_view_whose_client_hangs_up_is_not_run_again(site: Site, asgi: Web, na
     assert runs.stat().st_size == 1
 
 
-def cancelled_twice(work: Callable[[], object]) -> tuple[list[str], str]:
-    """Cancel what awaits a piece of work, twice; return what happened, and the language that it left behind."""
+def test_a_cancellation_is_passed_on_when_the_work_is_done() -> None:
     told: list[str] = []
 
     async def main() -> str:
@@ -58,7 +53,6 @@ def cancelled_twice(work: Callable[[], object]) -> tuple[list[str], str]:
             await go.wait()
             language.set("fr")
             told.append("done")
-            work()
 
         async def view() -> str:
             try:
@@ -76,24 +70,7 @@ def cancelled_twice(work: Callable[[], object]) -> tuple[list[str], str]:
         go.set()
         return await task
 
-    return told, asyncio.run(main())
-
-
-def test_a_cancellation_is_passed_on_when_the_work_is_done() -> None:
-    assert cancelled_twice(lambda: None) == (["begun", "done", "cancelled"], "fr")
-
-
-def test_what_fails_after_its_client_has_gone_is_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail() -> None:
-        raise ValueError("no money")
-
-    with caplog.at_level(logging.ERROR):
-        assert cancelled_twice(fail)[0] == ["begun", "done", "cancelled"]
-    gc.collect()
-    assert "exception was never retrieved" in caplog.text
-    assert "no money" in caplog.text
+    assert (asyncio.run(main()), told) == ("fr", ["begun", "done", "cancelled"])
 
 
 def test_without_a_cancellation_it_is_as_if_it_were_awaited() -> None:

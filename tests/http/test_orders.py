@@ -24,10 +24,11 @@ from celery_idempotent.django.http import (
 from celery_idempotent.django.http.status import status
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.http import enqueueing as core
-from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
+from celery_idempotent.records import State, Stored
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
 from tests.support.apps import redefine
+from tests.support.records import settle_key
 from tests.support.waiting import wait_for
 
 Ask = Callable[..., Any]
@@ -99,20 +100,12 @@ def look(address: str, **headers: str) -> Any:
 
 def end(charge: Any, *, error: Exception | None = None, value: Stored | None = None) -> None:
     """Do what a worker does."""
-    store, definition = _store(charge), charge.idempotency_definition()
-    identity = definition.identifier.identity("k", ("user", 7))
-    claimed = store.claim(
-        ClaimRequest(
-            identity=identity, attempt=b"12345678", lease_ms=1000, keep_ms=60_000, task_id="t"
-        )
-    )
-    assert isinstance(claimed, Claimed)
+    definition = charge.idempotency_definition()
     if error is not None:
         value = definition.codec.dump_error(error)
-    state: Any = State.COMPLETED if error is None else State.FAILED
-    assert store.settle(
-        SettleRequest(record=claimed.record, state=state, value=value, keep_ms=60_000)
-    )
+    identity = definition.identifier.identity("k", ("user", 7))
+    state = State.COMPLETED if error is None else State.FAILED
+    settle_key(_store(charge), identity, state, value)
 
 
 def _store(charge: Any) -> Any:

@@ -455,14 +455,7 @@ def test_a_model_that_extends_the_users_is_the_same_user() -> None:
             class Meta:
                 app_label = "auth"
 
-        class Friend(User):
-            """A user by another name."""
-
-            class Meta:
-                app_label = "auth"
-                proxy = True
-
-    for user in (User(pk=7), Member(id=7, user_ptr_id=7), Friend(pk=7)):
+    for user in (User(pk=7), Member(id=7, user_ptr_id=7)):
         assert user_scope(user) == ("user", 7)
 
 

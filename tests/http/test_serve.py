@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import psutil
 import pytest
 
 from tests.http.sites import ORDER, Web, new_key
-from tests.support.paths import ROOT
 from tests.support.waiting import wait_for
 from tests.support.workers import alive, child_environment
 
@@ -88,21 +86,3 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
         assert served.process.wait(60) == 2
         assert "Address already in use" in served.told()
         assert "PORT=" in served.told()
-
-
-def test_make_hands_its_signal_on(tmp_path: Path) -> None:
-    """A shell between make and the project would end alone, and leave all the rest at work."""
-    asked = subprocess.run(
-        ("make", "--dry-run", "--no-print-directory", "serve", "PORT=8123"),
-        cwd=ROOT,
-        # Not those of a make that runs these tests.
-        env={k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    assert (
-        asked.stdout.splitlines()[-1]
-        == 'exec env PORT="8123" .venv/bin/python -m testproject.serve'
-    )

@@ -18,9 +18,10 @@ from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.django.http import enqueue, idempotent_view
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.events import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Record, SettleRequest, State, Stored
+from celery_idempotent.records import State, Stored
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
+from tests.support.records import settle_key
 from tests.support.telling import Heard, assert_told, listening
 
 app = Celery("told", broker="memory://", backend="cache+memory://", set_as_current=False)
@@ -61,25 +62,10 @@ def queue(charge: Any, amount: int = 1, **options: Any) -> int:
     return enqueue(request, charge, kwargs={"amount": amount}, scope="ann").status_code
 
 
-def claim(charge: Any) -> Record:
-    """Hold the key as a worker does."""
-    answer = get_store(charge.app).claim(
-        ClaimRequest(
-            identity=charge.idempotency_definition().identifier.identity("k", "ann"),
-            attempt=b"12345678",
-            lease_ms=9000,
-            keep_ms=90_000,
-            task_id="other",
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
 def settle(charge: Any, state: Any, value: Stored | None = None) -> None:
-    assert get_store(charge.app).settle(
-        SettleRequest(record=claim(charge), state=state, value=value, keep_ms=90_000)
-    )
+    """Hold the key as a worker does, and settle it."""
+    identity = charge.idempotency_definition().identifier.identity("k", "ann")
+    settle_key(get_store(charge.app), identity, state, value)
 
 
 def told(heard: Heard, *expected: str) -> None:

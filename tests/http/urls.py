@@ -22,13 +22,12 @@ urlpatterns = [
         for name in (
             *("plain", "patient", "status", "template"),
             *("stream", "stepping", "slow", "coroutine", "rest_inside"),
-            *("held", "aheld", "rest_held"),
+            *("held", "aheld"),
             *("throttled", "form", "form_read", "rest_form", "form_later"),
             *("form_bare_later", "aform_later"),
         )
     ],
     path("t/classy/", csrf_exempt(views.Classy.as_view())),
-    path("t/async-held/", csrf_exempt(views.AsyncHeld.as_view())),
     path("t/async-classy/", csrf_exempt(views.AsyncClassy.as_view())),
     path("t/by-method/<int:number>/", csrf_exempt(views.ByMethod.as_view())),
     path("t/broken/", csrf_exempt(views.broken)),

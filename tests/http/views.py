@@ -145,18 +145,6 @@ async def aheld(request: Any) -> HttpResponse:
     return JsonResponse(await aheld_back(request))
 
 
-class AsyncHeld(View):
-    @idempotent_view(scope=caller)
-    async def post(self, request: Any) -> HttpResponse:
-        return JsonResponse(await aheld_back(request))
-
-
-@api_view(["POST"])
-@idempotent_view(scope=caller)
-def rest_held(request: Any) -> Response:
-    return Response(held_back(request))
-
-
 class Classy(View):
     @idempotent_view(scope=caller)
     def post(self, request: Any) -> HttpResponse:

@@ -22,7 +22,6 @@ __all__ = [
     "TABLES",
     "VENDORS",
     "add_alias",
-    "atomic_requests",
     "available",
     "clear",
     "database",
@@ -221,15 +220,3 @@ def _settings(vendor: str, name: str) -> dict[str, Any]:
 
 def _maintenance(vendor: str) -> str:
     return "postgres" if vendor == "postgresql" else "mysql"
-
-
-@contextlib.contextmanager
-def atomic_requests(alias: str, directory: Path) -> Iterator[None]:
-    """Have Django ready, with an SQLite database of ``ATOMIC_REQUESTS`` and its table ``note`` under this alias."""
-    with ready(directory), database("sqlite", directory) as settings:
-        add_alias(alias, {**settings, "ATOMIC_REQUESTS": True})
-        execute(alias, "CREATE TABLE note (text TEXT)")
-        try:
-            yield
-        finally:
-            drop_alias(alias)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    SettleRequest,
+    Stored,
+)
 from celery_idempotent.stores import Store
 
 
@@ -16,3 +23,10 @@ def claim_key(store: Store, identity: Identity, **more: Any) -> Record:
     answer = store.claim(request)
     assert isinstance(answer, Claimed)
     return answer.record
+
+
+def settle_key(store: Store, identity: Identity, state: Any, value: Stored | None = None) -> Record:
+    """Claim a key for somebody else, and settle it; return the record as it was claimed."""
+    record = claim_key(store, identity)
+    assert store.settle(SettleRequest(record=record, state=state, value=value, keep_ms=90_000))
+    return record
