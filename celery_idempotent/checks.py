@@ -1,4 +1,4 @@
-"""Looking for what may go wrong before it does: the names that the documentation gives."""
+"""Checks of settings, tasks and servers: the public names."""
 
 from __future__ import annotations
 

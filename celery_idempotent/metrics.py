@@ -9,8 +9,8 @@
         metrics.StoreCollector(app)
     )  # prometheus_client's, or the one that your endpoint serves
 
-docs/operating.md lists names and labels, and has a worker serve them. Counter and histogram are of this process (with
-PROMETHEUS_MULTIPROC_DIR, of all children of a worker); the gauges are the store's, the same from any process.
+docs/operating.md lists the metrics, and has a worker serve them. Counter and histogram belong to this process (with
+PROMETHEUS_MULTIPROC_DIR, to all children of a worker), the gauges to the store.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ __all__ = ["StoreCollector", "install"]
 
 logger = logging.getLogger(__name__)
 
-#: Of a claim or settle in the store, and of waits for another run, in seconds.
-BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-#: So many stale records are looked at, at most, to find the one that has been stale for longest.
+BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+#: How many stale records are read, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
 #: How long a scrape waits for the store, in seconds: less than Prometheus waits for the scrape.
 ANSWER_WITHIN: Final = 2.0
@@ -68,7 +67,7 @@ def _count_outcomes(registry: CollectorRegistry) -> None:
         "How long the store took to claim, or to settle with the COMMIT of an atomic task. Of replayed, conflicted and "
         "mismatched: how long the duplicate held its worker.",
         ("task", "outcome"),
-        buckets=BUCKETS,
+        buckets=BUCKETS_S,
         registry=registry,
     )
 
@@ -103,8 +102,7 @@ class StoreCollector(Collector):
         # In one thread: a store that hangs costs a scrape only its gauges, and no other scrape asks it meanwhile.
         if self._thread is None or not self._thread.is_alive():
             self._gauges = ()
-            name = "celery-idempotent-metrics"
-            self._thread = threading.Thread(target=self._ask_store, name=name, daemon=True)
+            self._thread = threading.Thread(target=self._ask_store, daemon=True)
             self._thread.start()
         self._thread.join(ANSWER_WITHIN)
         gauges = self._gauges

@@ -1,4 +1,4 @@
-"""The request class of idempotent tasks, for those who derive their own from it."""
+"""The request class of idempotent tasks, as a base for your own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a call, on the OpenTelemetry span that it happens in: attributes and one event an outcome.
+"""Outcomes on the current OpenTelemetry span: attributes, and one event for each.
 
 ``pip install 'celery-idempotent[opentelemetry]'``, then where the app is made::
 

@@ -22,8 +22,7 @@ class AllArguments(enum.Enum):
 #: As ``idempotency_fingerprint``: every argument counts.
 ALL_ARGUMENTS: Final = AllArguments.ALL_ARGUMENTS
 
-#: For ``isinstance``: a dict, as almost every mapping is, or any other. To ask an abstract class first would take a
-#: hundred times as long.
+#: For ``isinstance``: almost every mapping is a dict, and to ask the abstract class takes a hundred times as long.
 MAPPINGS: Final = (dict, Mapping)
 
 #: The arguments of one call by parameter, without the defaults: a new parameter that has one changes no fingerprint.
@@ -31,10 +30,7 @@ Given = Mapping[str, object]
 
 
 class Parameters:
-    """The parameters of a task, and how a call fills them.
-
-    :meth:`inspect.Signature.bind` does the same, and takes a large part of the time of a publish.
-    """
+    """The parameters of a task; it binds arguments as :meth:`inspect.Signature.bind` does, in less time."""
 
     def __init__(self, signature: inspect.Signature) -> None:
         parameters, kinds = signature.parameters.values(), inspect.Parameter
@@ -128,8 +124,7 @@ def compile_rule(
     """Check the value of the option ``what`` against the task's parameters, once per task.
 
     Raises:
-        InvalidOption: if the task has no argument of that name, if the function cannot take the
-            task's arguments, or if the value is of another kind.
+        InvalidOption: for an unknown argument, a function that cannot take the task's arguments, or another value.
     """
     if option is None or isinstance(option, AllArguments):
         return option
@@ -170,6 +165,6 @@ def _check_call(function: Callable[..., object], parameters: Parameters, where: 
 
 
 def type_name(value: object) -> str:
-    """Return the type of a value, for messages: they must not contain the value itself."""
+    """Return the name of a value's type, for messages, which must not contain the value itself."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -104,13 +104,7 @@ def read_options(
 ) -> T:
     """Read the options of a class from ``sources``: pairs of a place, for messages, and the user's values there.
 
-    A later source overrides an earlier one. ``prefix`` stands before the names of options in messages::
-
-        read_options(
-            HttpOptions,
-            [("the setting IDEMPOTENCY_HTTP", {"lease": 60}), ("this view", {"lease": 5})],
-        )
-        # HttpOptions(lease_ms=5_000, …)
+    A later source overrides an earlier one. ``prefix`` stands before the names of options in messages.
 
     Raises:
         InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.
@@ -148,7 +142,7 @@ Mode = Literal["enforce", "observe", "off"]
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 
 
-#: Options that say what a call is about; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
+#: Options that identify a call; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint")
 
 #: Settings of the app that are no attribute of a task.
@@ -176,11 +170,7 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How one task is handled: its options ``idempotency_<name>``.
-
-    A line is a field, its default and its reader: ``idempotency_lease = timedelta(minutes=2)``, on the task or as a
-    setting of the app, is read into ``lease_ms=120_000``. The task's own attribute wins over the setting.
-    """
+    """The options of one task but :data:`KEY_OPTIONS`: ``idempotency_lease = 120`` becomes ``lease_ms=120_000``."""
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
     retention_ms: int = option(24 * 3_600_000, duration())
@@ -208,7 +198,7 @@ class Policy:
         return self.retention_ms or self.lease_ms
 
     def forgets(self, record: Record) -> bool:
-        """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
+        """Is this settled record only the mark of a retention of 0, which answers no other task?"""
         if self.retention_ms or not record.state.settled:
             return False
         return record.state is State.FAILED or not record.replaced
