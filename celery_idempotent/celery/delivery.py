@@ -74,23 +74,24 @@ class Delivery(Run):
         self, task: DefinedTask, definition: Definition, request: Any, args: Args, kwargs: Kwargs
     ) -> None:
         self.task, self.definition, self.request = task, definition, request
+        self.args, self.kwargs = args, kwargs
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
         self.worker = _prepare_process(os.getpid())
         self.task_id = str(request.id or _id_of_direct_call(task, request))
-        identified = self._identify(args, kwargs)
+        identified = self._identify()
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
         self.has_callbacks = callbacks.brings_callbacks(request)
         self.is_broadcast = identified.identity.by_task_id and republish.is_broadcast(request)
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
         if request.is_eager:
-            self.open_transactions = task.transactions_around  # type: ignore[attr-defined]
+            self.open_transactions = getattr(task, "transactions_around", None)
         elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
             # If it is only observed, a second message would be a second run.
             self.message = self._as_message()
 
-    def _identify(self, args: Args, kwargs: Kwargs) -> Identified:
+    def _identify(self) -> Identified:
         """Return the identity of this delivery, or raise ``InvalidKey``; the arguments are rarely looked at."""
         definition, request, task_id = self.definition, self.request, self.task_id
         headers = request.headers or {}
@@ -108,8 +109,8 @@ class Delivery(Run):
             definition,
             # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
             {**as_mapping(request.stamps), **headers},
-            args,
-            kwargs,
+            self.args,
+            self.kwargs,
             task_id=task_id,
             nesting=request.replaced_task_nesting or 0,
             eager=bool(request.is_eager),
@@ -240,24 +241,16 @@ class Delivery(Run):
         )
 
 
-def deliver(
-    task: DefinedTask,
-    definition: Definition,
-    request: Any,
-    call_next: Callable[..., object] | None,
-    args: Args,
-    kwargs: Kwargs,
-) -> object:
+def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> object:
     """Run a delivery by the protocol; ``call_next``: the ``__call__`` of a base before ours on the way to ``run``."""
-    run = Delivery(task, definition, request, args, kwargs)
-    vars(request)[RUN] = run
+    vars(run.request)[RUN] = run
     callbacks.settled_run.set(None)
     if call_next is None:
         call_next = next_after_ours(run)
-    body: Callable[[], object] = partial(call_next, *args, **kwargs)
-    if definition.policy.atomic:
+    body: Callable[[], object] = partial(call_next, *run.args, **run.kwargs)
+    if run.policy.atomic:
         # It may run again, or its message be published again: with the arguments as they were.
-        body = partial(_call_with_copies, call_next, args, kwargs)
+        body = partial(_call_with_copies, call_next, run.args, run.kwargs)
     while True:
         try:
             return execute(run, body)

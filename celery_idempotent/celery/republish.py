@@ -210,8 +210,6 @@ def as_published(task: AnyTask, request: Context, **options: Any) -> Sig:
     content_type = properties.get("content_type")
     if content_type in registry.type_to_name:
         options["serializer"] = registry.type_to_name[content_type]
-    if compression := getattr(request, "compression", None):
-        options["compression"] = compression
     again: Sig = task.signature_from_request(
         request, retries=request.retries, add_to_parent=False, **options
     )

@@ -34,7 +34,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.protocol.run import OnCommit, release, run_in_progress, unguarded
+from celery_idempotent.protocol.run import release, run_in_progress, unguarded
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
 from celery_idempotent.stores import get_store
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.worker.consumer import Consumer
     from typing_extensions import Unpack
-
-    from celery_idempotent.stores.base import Store
 
 
 class How(TypedDict, total=False):
@@ -169,7 +167,7 @@ class IdempotentTask(DefinedTask):
         definition = self._active or self.idempotency_definition()
         if run is not None or definition is None or request.called_directly:
             return super().__call__(*args, **kwargs)
-        return deliver(self, definition, request, None, args, kwargs)
+        return deliver(Delivery(self, definition, request, args, kwargs))
 
     @property
     def backend(self) -> Any:
@@ -181,10 +179,6 @@ class IdempotentTask(DefinedTask):
     def backend(self, backend: object) -> None:
         behind: Any = super(IdempotentTask, type(self)).backend  # a property, unlike its stub
         behind.fset(self, backend)
-
-    def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
-        """Return the ``on_commit`` of each transaction that an eager run is in; none if its record is part of one."""
-        return ()
 
     def replace(self, sig: Sig) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*.
@@ -316,7 +310,7 @@ def _claiming_first(found: Any) -> Any:
         definition = self.idempotency_definition()
         if definition is None or request.called_directly or delivery_of(request) is not None:
             return call_next(*args, **kwargs)
-        return deliver(self, definition, request, call_next, args, kwargs)
+        return deliver(Delivery(self, definition, request, args, kwargs), call_next)
 
     return __call__
 

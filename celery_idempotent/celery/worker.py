@@ -57,9 +57,9 @@ class Request(CeleryRequest):
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
         """Add the content type of the message, and the queue it came from, for the process that runs the task."""
         super().__init__(message, *args, **options)
-        request: dict[str, object] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
+        request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
         request["properties"] = {
-            **as_mapping(request["properties"]),
+            **request["properties"],
             # Some transports leave it out.
             "content_type": getattr(message, "content_type", None),
             **republish.origin(self.task.app, self.delivery_info),
