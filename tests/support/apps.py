@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery import republish
@@ -19,12 +18,9 @@ if TYPE_CHECKING:
 _VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
 
 
-def environment(settings: Mapping[str, Any], *, prefix: str = "", **more: object) -> dict[str, str]:
-    """Return what makes a worker use these settings, and find ``more`` in :func:`wanted`.
-
-    With a ``prefix`` they come in upper case from a configuration object, as those of a Django project do.
-    """
-    return {_VARIABLE: json.dumps({"settings": settings, "prefix": prefix, **more})}
+def environment(settings: Mapping[str, Any], **more: object) -> dict[str, str]:
+    """Return what makes a worker use these settings, and find ``more`` in :func:`wanted`."""
+    return {_VARIABLE: json.dumps({"settings": settings, **more})}
 
 
 def wanted() -> dict[str, Any] | None:
@@ -33,15 +29,11 @@ def wanted() -> dict[str, Any] | None:
     return found
 
 
-def configure(app: Celery, settings: Mapping[str, Any], prefix: str = "") -> None:
+def configure(app: Celery, settings: Mapping[str, Any]) -> None:
     """Give the settings to an app; ``longest_pause`` is the longest countdown of a copy, in seconds."""
     if pause := settings.get("longest_pause"):
         republish._LONGEST.update(dict.fromkeys(republish._LONGEST, pause))
-    if prefix:
-        named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
-        app.config_from_object(SimpleNamespace(**named), namespace=prefix)
-    else:
-        app.conf.update(settings)
+    app.conf.update(settings)
 
 
 def close_app(app: Celery) -> None:

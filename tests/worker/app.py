@@ -7,6 +7,7 @@ announces: they tell *when* something happened; how often a task ran is told by 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -28,7 +29,7 @@ from celery.signals import (
     worker_ready,
 )
 
-from celery_idempotent import IdempotentTask, signals
+from celery_idempotent import IdempotentTask, current_claim, signals
 from celery_idempotent.celery import publishing
 from celery_idempotent.protocol.lease import heartbeat
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
@@ -36,17 +37,25 @@ from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
 __all__ = ["Refused", "environment", "make_app"]
 
-_OUTCOMES = ("conflicted", "interrupted", "lease_lost", "mismatched", "replayed", "settle_failed")
+_OUTCOMES = (
+    "conflicted",
+    "interrupted",
+    "lease_lost",
+    "mismatched",
+    "released",
+    "replayed",
+    "settle_failed",
+)
 
 
 class Refused(Exception):
     """The bank will never accept this card."""
 
 
-def make_app(settings: Mapping[str, Any], *, prefix: str = "") -> Celery:
+def make_app(settings: Mapping[str, Any]) -> Celery:
     """Return an app with every task of the tests."""
     app = Celery("worker_tests", set_as_current=False)
-    configure(app, settings, prefix)
+    configure(app, settings)
     _define(app)
     return app
 
@@ -82,6 +91,10 @@ def _define(app: Celery) -> None:
 
     idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
     idempotent(name="appending")(appending)
+    idempotent(name="looking", idempotency_key="key")(looking)
+    app.task(name="awaited", base=Awaiting, shared=False, idempotency_key="key")(awaited)
+    idempotent(name="adding", max_retries=1)(adding)
+    app.task(name="total", base=IdempotentTask, shared=False)(total)
     app.task(name="threads", base=Task, shared=False)(threads)
     app.task(name="echo", base=Task, shared=False)(echo)
 
@@ -164,6 +177,59 @@ def appending(self: Any, text: str, key: str = "", gate: str = "") -> str:
     return f"{text}!"
 
 
+def looking(self: Any, key: str, gate: str) -> list[Any]:
+    """Look at the current claim again and again while others do the same; return whose it was, each once."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    wait_at(gate)
+    seen = []
+    token = self.idempotency.token
+    for _ in range(50):
+        time.sleep(0)
+        claim = current_claim()
+        found = claim and [claim.key, claim.token == token, claim is self.idempotency]
+        if found not in seen:
+            seen.append(found)
+    ledger.append("end", key, self.request.id)
+    return seen
+
+
+class Awaiting(IdempotentTask):
+    """A base that runs the coroutine of its task on the pool's own loop: the claim is around it."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from celery_aio_pool.pool import AsyncIOPool  # type: ignore[import-untyped]
+
+        pool: Any = AsyncIOPool.singleton
+        running = asyncio.run_coroutine_threadsafe(super().__call__(*args, **kwargs), pool.loop)
+        return running.result()
+
+
+async def awaited(key: str, gate: str) -> str:
+    ledger = Ledger.from_env()
+    ledger.append("start", key)
+    while not Path(gate).exists():
+        await asyncio.sleep(0.02)
+    ledger.append("end", key)
+    return uuid.uuid4().hex
+
+
+def adding(self: Any, a: int, b: int, key: str, retry: bool = False) -> int:
+    """Add, and note what was added."""
+    if retry and not self.request.retries:
+        raise self.retry(countdown=0)
+    Ledger.from_env().append("added", key, f"{a}+{b}")
+    return a + b
+
+
+def total(numbers: list[int], key: str) -> int:
+    """Sum up the results of a header."""
+    Ledger.from_env().append("total", key, str(sum(numbers)))
+    return sum(numbers)
+
+
 def echo(value: Any) -> Any:
     """Return what was given."""
     return value
@@ -239,7 +305,7 @@ def _claim_before_fork(**_: Any) -> None:
 app: Celery | None = None
 
 if _wanted := wanted():
-    app = make_app(_wanted["settings"], prefix=_wanted["prefix"])
+    app = make_app(_wanted["settings"])
     if LEDGER_VARIABLE in os.environ:
         worker_ready.connect(hurry, weak=False)
         before_task_publish.connect(_die, weak=False)

@@ -17,7 +17,7 @@ from tests.support import sites
 from tests.support.ledger import Ledger
 from tests.support.sites import IMPATIENT, RABBITMQ, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
-from tests.support.watch import Copies, States
+from tests.support.watch import States
 from tests.support.workers import Worker
 from tests.worker import app as app_module
 
@@ -42,10 +42,6 @@ class Site(sites.Site):
         states = States(self.redis, task_id)
         self._states.append(states)
         return states
-
-    def copies(self, task_id: str) -> Copies:
-        """Count the copies of a message while the block lasts; on Redis only."""
-        return Copies(self.settings["broker_url"], self.queue, task_id)
 
     # -- records -----------------------------------------------------------------------------------
 

@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord
 
-from tests.support.apps import close_app
-from tests.support.ledger import Ledger
-from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.worker.chain_app import make_app
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.worker.conftest import Site
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
 
 @pytest.fixture
-def app(private_redis: EmbeddedRedis, start_worker: Callable[..., Any]) -> Any:
-    url = private_redis.url()
-    start_worker("tests.worker.chain_app", concurrency=2, env={"CHAIN_REDIS_URL": url})
-    app = make_app(url)
-    yield app
-    close_app(app)
+def add(shared: Site, key: str) -> Callable[..., Any]:
+    """Return a signature of a task that adds two numbers, and notes them."""
+    return partial(shared.app.tasks["adding"].s, key=key)
 
 
-def test_every_step_of_every_application_runs(app: Any, ledger: Ledger) -> None:
-    add = app.tasks["add"]
-    pipeline = chain(add.s(1), add.s(2))
-    pipeline.apply_async((0,))
-    pipeline.apply_async((1,))
-    wait_for(lambda: ledger.count("add") == 4, 20, lambda: str(ledger.entries()))
-    assert sorted(e.key for e in ledger.entries()) == ["0+1", "1+1", "1+2", "2+2"]
+def noted(shared: Site, phase: str, key: str, count: int) -> list[str]:
+    entries = partial(shared.ledger.entries, phase, key)
+    wait_for(lambda: len(entries()) >= count, 20, lambda: str(entries()))
+    return [each.task_id for each in entries()]
 
 
-def test_a_retried_head_does_not_make_its_last_step_another(app: Any, ledger: Ledger) -> None:
-    add = app.tasks["add"]
-    result = chain(add.s(0, 1, retry=True), add.s(2), add.s(3)).apply_async()
+def test_every_step_of_every_application_runs(shared, key, add):
+    pipeline = chain(add(1), add(2))
+    for number in (0, 1):
+        pipeline.apply_async((number,))
+    assert sorted(noted(shared, "added", key, 4)) == ["0+1", "1+1", "1+2", "2+2"]
+
+
+def test_a_retried_head_does_not_make_its_last_step_another(shared, key, add):
+    result: Any = chain(add(0, 1, retry=True), add(2), add(3)).apply_async()
     assert result.get(timeout=20) == 6
-    assert [e.key for e in ledger.entries()] == ["0+1", "1+2", "3+3"]
+    assert noted(shared, "added", key, 3) == ["0+1", "1+2", "3+3"]
 
 
-def test_a_chord_at_the_end_runs_its_body_in_every_application(app: Any, ledger: Ledger) -> None:
-    add, total = app.tasks["add"], app.tasks["total"]
-    pipeline = chain(add.s(1), chord([add.s(10), add.s(20)], total.s()))
+def test_a_chord_at_the_end_runs_its_body_in_every_application(shared, key, add):
+    total = shared.app.tasks["total"].s(key=key)
+    pipeline = chain(add(1), chord([add(10), add(20)], total, app=shared.app))
     pipeline.apply_async((0,))
-    wait_for(lambda: ledger.count("total") == 1, 20, lambda: str(ledger.entries()))
+    assert noted(shared, "total", key, 1) == ["32"]
     pipeline.apply_async((1,))
-    wait_for(lambda: ledger.count("total") == 2, 20, lambda: str(ledger.entries()))
-    assert [e.key for e in ledger.entries("total")] == ["32", "34"]
+    assert noted(shared, "total", key, 2) == ["32", "34"]
