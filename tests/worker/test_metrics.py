@@ -129,7 +129,6 @@ def test_alerts_and_dashboard_use_names_that_are_served(file: str) -> None:
     assert used >= {"celery_idempotency_outcomes", "celery_idempotency_store_up"}
 
 
-def test_each_alert_is_explained() -> None:
-    alerts = re.findall(r"alert: (\w+)", (ROOT / "docs" / "monitoring" / "alerts.yml").read_text())
-    text = (ROOT / "docs" / "operating.md").read_text()
-    assert re.findall(r"^\| `(Idempotency\w+)`", text, re.MULTILINE) == alerts
+def test_each_alert_says_what_to_do() -> None:
+    text = (ROOT / "docs" / "monitoring" / "alerts.yml").read_text()
+    assert text.count("- alert: ") == text.count(" description: ")
