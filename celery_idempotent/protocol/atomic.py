@@ -28,6 +28,7 @@ from celery_idempotent.protocol.run import (
     end_of,
     find_newer_claim,
     note_end,
+    refuse_unfinished,
     release,
 )
 from celery_idempotent.records import State
@@ -119,6 +120,7 @@ class _Attempt:
                         raise
                     self.replaced_by = error
                 run.shield.closed = True
+                refuse_unfinished(run, self.value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._stage, run.settling_since = Stage.SETTLING, time.monotonic()

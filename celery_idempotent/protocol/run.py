@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
+from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from celery_idempotent import backoff, errors, signals
@@ -248,6 +249,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         else:
             value = run.in_transaction(run, body)
         run.shield.closed = True
+        refuse_unfinished(run, value)
     except BaseException as error:
         run.shield.closed = True
         _end_failed(run, error)
@@ -263,6 +265,16 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
             run.phase = Phase.ENDED
         heartbeat.remove(run)
         current_run.reset(outer)
+
+
+def refuse_unfinished(run: Run, value: Any) -> None:
+    """Raise if a body returned a coroutine or generator, which has run nothing yet."""
+    if isinstance(value, (CoroutineType, GeneratorType)) and run.policy.mode != "observe":
+        value.close()
+        raise errors.IdempotencyError(
+            f"{run.name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. "
+            "A task runs what it has to do before it returns, by asyncio.run(…) for example."
+        )
 
 
 def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:

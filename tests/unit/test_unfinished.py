@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotentTask, InvalidOption
+from celery_idempotent import IdempotencyError, IdempotentTask, InvalidOption
 
 
 async def coroutine(key: str) -> str:
@@ -88,3 +88,15 @@ def test_what_a_base_runs_is_guarded_until_its_end(app: Celery, base: Any) -> No
     assert task.idempotency_record("k") is None  # a failure gives the key back
     assert [task.apply(("k",)).get() for _ in range(3)] == ["receipt 2"] * 3
     assert runs == ["k", "k"]
+
+
+@pytest.mark.parametrize("body", [coroutine, generator])
+def test_what_hides_behind_a_decorator_fails_and_settles_nothing(app: Celery, body: Any) -> None:
+    def wrapper(key: str) -> Any:
+        return body(key)
+
+    task = define(app, wrapper)
+    error = task.apply(("k",)).result
+    assert isinstance(error, IdempotencyError)
+    assert "that was not run" in str(error)
+    assert task.idempotency_record("k") is None
