@@ -7,10 +7,9 @@
                            │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see run._end_failed), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
-An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. The run left
-nothing behind. After a deadlock, a serialization failure or a lost session it begins again, up to ``MAX_REPEATS``
-times. Any other error, or more of these, fails the task. If the settle could not reach the record, the message is
-published again. ``TransactionEnded``, of a task that ended the transaction itself and may have committed, is raised.
+An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. After a deadlock,
+a serialization failure or a lost session the run begins again, up to ``MAX_REPEATS`` times. If the settle could not
+reach the record, the message is published again. Any other error fails the task.
 """
 
 from __future__ import annotations
@@ -133,14 +132,7 @@ class _Attempt:
         note_end(run, State.COMPLETED)
 
     def handle_failure(self, error: BaseException) -> None:
-        """Raise the exception that the transaction ended with, unless it was committed or the call claims again.
-
-        Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
-        struck right after it::
-
-            settle ─▶ COMMIT ─✂─ the connection is gone ─▶ wait for its end ─▶ settled: it was committed
-                                                              └─ it is not ─▶ it was rolled back: again, or raise
-        """
+        """Raise the exception that the transaction ended with, unless it was committed or the call claims again."""
         run, stage = self._run, self._stage
         if self._transaction is not None:
             self._transaction.abandon()
@@ -163,8 +155,7 @@ class _Attempt:
             if not find_newer_claim(run):
                 run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
         elif stage is not Stage.BODY and isinstance(error, unreachable):
-            # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
-            # should that message be lost.
+            # The message is published again. If it is lost, a sweep sends the call, for the record becomes QUEUED.
             release(run, requeue_ms=run.policy.lease_ms, error=error)
             run.report(signals.store_failed, run.record, error=error)
             run.store_failed(error, begun=True)
@@ -172,9 +163,9 @@ class _Attempt:
             self._repeat(error)
 
     def _resolve_commit(self) -> bool:
-        """Ask the database for the outcome of the commit.
+        """Ask the database for the outcome of a commit whose answer is lost, or that a time limit struck.
 
-        Its lock is taken until the transaction ends, and this question waits for that; a sweep leaves the key alone::
+        The question waits for the lock of the transaction, which is held until its end::
 
             run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the lock … COMPLETED: committed
             database                                  COMMIT is running ──────────────────────── committed

@@ -28,16 +28,7 @@ _LONGEST_PAUSE = 1.0
 
 
 class Phase(enum.Enum):
-    """How far a run has come, as far as its worker knows. Only the run assigns it; the store decides by the token.
-
-    ::
-
-        CLAIMING ─▶ RUNNING ─┬─ the end state is written ─────────────────────────────────▶ SETTLED
-           ▲                 ├─ the settle waits for the caller's COMMIT ─▶ AWAITS_COMMIT ─▶ SETTLED
-           │                 ├─ a retry, or a failure that is not recorded ──────────────▶ RELEASED
-           │                 ├─ the store is away: the lease frees the key ──────────────▶ ENDED
-           └─────────────────┴─ a newer claim has the key, or nothing is left of the run ▶ UNDONE
-    """
+    """The progress of a run as its worker knows it. Only the run assigns it; the store decides by the token."""
 
     CLAIMING = "the key is not ours yet"
     RUNNING = "the body is running, and the heartbeat renews the lease"
@@ -46,7 +37,7 @@ class Phase(enum.Enum):
     AWAITS_COMMIT = "the run is over, and is settled after the caller's transaction commits"
     SETTLED = "the end state is written"
     ENDED = "the run is over without an end state: the store did not take it, or none was due"
-    UNDONE = "what this run did is dropped or rolled back: the call claims again"
+    UNDONE = "the run is dropped, for a newer claim, or rolled back: the call claims again"
 
 
 _BODY_RUNS = (Phase.RUNNING, Phase.UNGUARDED, Phase.RELEASED)
@@ -176,14 +167,12 @@ class Claim:
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one part of the operation once: ``charge = self.idempotency.step("charge", provider.charge, amount)``.
 
-        Its result is written to the record before this returns. A later run of the same key (a retry, another attempt
-        after a failure or a crash) gets that result, without a call of ``function``. If the process dies after
-        ``function`` returned and before its result is written, the next run calls it again: hand :meth:`derived_key`
-        to the outside system, so that it recognises the repetition.
+        Its result is written to the record before this returns, and a later run of the same key gets it without a call
+        of ``function``. If the process dies between the two, the next run calls it again: hand :meth:`derived_key` to
+        the outside system, so that it recognises the repetition.
 
         The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
-        have different names. In an atomic task ``function`` must not write to the database of its transaction: a
-        failure would roll that back, while the step stays recorded.
+        have different names. In an atomic task ``function`` must not write to the database of its transaction.
 
         Raises:
             LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else its effect

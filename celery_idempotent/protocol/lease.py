@@ -7,9 +7,9 @@ With a lease of 60 seconds::
     40 s   renew: no answer    the lease ends at  80 s: there are 40 seconds left to try again
     41 s   renew               the lease ends at 101 s
 
-A store that does not answer says nothing about the claim, so the renewal is repeated. A store that refuses does: a
-newer claim has the key, a sweep or an operator took it, or the record is gone. The claim is lost. Its run goes on,
-because a thread cannot be stopped from outside; its result is stored only if there is no newer claim.
+A renewal without an answer is repeated. A renewal that the store refuses means that the claim is lost: a newer one has
+the key, or the record is gone. Its run goes on, because a thread cannot be stopped from outside; its result is stored
+only if there is no newer claim.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ _NEVER = float("inf")
 class Heartbeat:
     """Renews every claim of this process at a third of its lease, from one daemon thread.
 
-    A run adds itself to a dict, and wakes the thread only if its lease is to be renewed before the thread would look:
-    a task shorter than a third of its lease costs no renewal, no lock and no wake-up. No lock is needed, because each
-    side writes first and reads then::
+    A run wakes the thread only if its lease is to be renewed before the thread would look: a task shorter than a third
+    of its lease costs no renewal, no lock and no wake-up. No lock is needed, because each side writes, then reads::
 
         run       _due[run] = 20 s ──▶ reads _looks_at
         thread    _looks_at = 25 s ──▶ reads _due         one of the two sees the other
@@ -58,11 +57,10 @@ class Heartbeat:
     ``_looks_at`` is infinite while the thread is busy or not started. The thread also writes the counts of the process;
     a publisher has it for that alone. A forked child starts anew, without the parent's claims.
 
-    The thread sleeps on a lock, its bell, and is woken by a release of it. It is not in ``threading.enumerate()``,
-    where test suites look for threads that a test left behind. Where gevent or eventlet has patched ``threading`` the
-    thread is a greenlet, which renews while the runs let it: its bell must then be a lock of theirs, or it would wait
-    with the whole process. So the bell is made with the thread, however early this module was imported; and nothing
-    that could switch greenlets is done under the other lock.
+    The thread sleeps on a lock, its bell. It is not in ``threading.enumerate()``, where test suites look for threads
+    that a test left behind. Where gevent or eventlet has patched ``threading`` the thread is a greenlet, and its bell
+    must be a lock of theirs: it is made with the thread, however early this module was imported. Nothing that could
+    switch greenlets is done under the other lock.
     """
 
     def __init__(self) -> None:

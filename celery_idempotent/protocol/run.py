@@ -294,7 +294,9 @@ def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:
         except Exception as error:  # noqa: PERF203  the next try may not fail
             run.shield.waiting = False
             left = until - time.monotonic()
-            if left <= 0:
+            # After the body nothing but another try helps, whatever the error.
+            is_away = isinstance(error, (errors.StoreUnavailable, VerbInterruptedError))
+            if left <= 0 or (run.phase is Phase.CLAIMING and not is_away):
                 if isinstance(error, VerbInterruptedError):
                     raise errors.StoreUnavailable(str(error)) from None
                 raise

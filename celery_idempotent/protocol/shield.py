@@ -1,22 +1,19 @@
 """The shield: time limits and SIGTERM strike in the body of a task, and nowhere else in a run.
 
-A pool child gets a soft time limit (SIGUSR1) and the order to end (SIGTERM) as an exception that a signal handler
-raises between two instructions. The shield wraps both handlers, once in each pool child::
+In a pool child the signal handlers of the soft time limit (SIGUSR1) and of SIGTERM raise an exception between any two
+instructions. The shield wraps both handlers, once in each pool child::
 
     claim ──────────── body ──────────── settle ──────────── return
       noted: raised      raised here       noted: a soft limit is dropped, its task is over;
       where the body                       SIGTERM ends the process now
       would begin
 
-While a verb of the store is under way, a signal also ends the waiting: the verb raises :class:`VerbInterruptedError`,
-and is asked again as if its answer had been lost. A SIGTERM leaves it that one try.
+A signal also ends the wait for a verb of the store, which is then asked again as if its answer had been lost; after
+SIGTERM once. A function of ``run.py`` itself is never struck: when its ``body()`` has returned or failed, the outcome
+must not be lost. (From Python 3.11 on no signal strikes between ``open()`` and the body: handlers run at the start of a
+function, after a call of a C function, and at the end of a loop.)
 
-A function of ``run.py`` itself is never struck: when its ``body()`` has returned or failed, the outcome must not be
-lost. (From Python 3.11 on no signal strikes between ``open()`` and the body: handlers run at the start of a function,
-after a call of a C function, and at the end of a loop.)
-
-Greenlets and ``KeyboardInterrupt`` do not come by these signals. Where they strike a verb of the store, the lease ends
-the claim.
+Where the end of a greenlet or a ``KeyboardInterrupt`` strikes a verb of the store, the lease ends the claim.
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ _PROTOCOL = f"{__package__}.run"
 
 
 class VerbInterruptedError(Exception):
-    """A signal ended the wait for the store.
-
-    It is none of the store's errors: it may strike in the middle of an exchange, and a store then drops its connection.
-    """
+    """A signal ended the wait for the store: no error of the store's, which drops its connection."""
 
 
 class Shield:
