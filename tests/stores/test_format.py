@@ -144,6 +144,3 @@ def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
     ]
     read = [record for record in map(readable, damaged) if record is not None]
     assert 0 < len(read) < len(damaged)
-    for record in read:
-        assert record.created_at.year >= 1970
-        assert record.updated_at.year >= 1970
