@@ -57,8 +57,6 @@ T = TypeVar("T")
 #: How long counters are kept.
 COUNTED_HOURS = 30 * 24
 HOUR_MS = 3_600_000
-#: A deadline doubles at most so often: from a minute to 17 hours.
-_DOUBLINGS = 10
 
 #: The record of a key that was claimed or reserved, or the reason why it cannot be had.
 Taken: TypeAlias = Record | Held | Settled | Mismatched
@@ -277,7 +275,7 @@ class Store(ABC):
     def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
         """Interrupt or requeue a record that seemed stale; return it then, else ``None``."""
         requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
-        delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
+        delay_ms = requeue_ms * 2 ** min(requeues, 10)  # from a minute to 17 hours
         args = VerbArguments({"swept": True}, b"", delay_ms=delay_ms)
         return self._do("sweep", snapshot, args)[1]
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,9 +124,7 @@ def joined(node: Server) -> bool:
 
 
 @contextlib.contextmanager
-def sentinel(
-    binary: str, directory: Path, master: Server, name: str, extra: Sequence[str] = ()
-) -> Iterator[Server]:
+def sentinel(binary: str, directory: Path, master: Server, name: str) -> Iterator[Server]:
     """Run a Sentinel that watches ``master`` and needs no other to decide."""
     port = free_port()
     config = directory / f"sentinel-{port}.conf"
@@ -137,7 +135,6 @@ def sentinel(
         f"sentinel monitor {name} 127.0.0.1 {master.port} 1",
         f"sentinel down-after-milliseconds {name} 500",
         f"sentinel failover-timeout {name} 2000",
-        *extra,
     ]
     config.write_text("\n".join(lines) + "\n")
     with (directory / f"sentinel-{port}.log").open("wb") as log:

@@ -30,20 +30,17 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis.format import LEASES, Keyspace
+from celery_idempotent.stores.redis.format import LEASES
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.shifted import FixedLink
+from tests.stores.verbs import in_one_bucket
 from tests.support.tiers import examples, run_until_seen
 
 pytestmark = pytest.mark.redis
 
-_names = Keyspace("x")
-_all = (Identity(namespace="charge", key=f"{n}") for n in itertools.count())
 #: In one bucket, so that both stores give out tokens from one high-water mark.
-IDENTITIES = list(
-    itertools.islice((name for name in _all if b"{17}" in _names.of_record(name)[0]), 3)
-)
+IDENTITIES = in_one_bucket(3)
 #: Redis' own clock goes on, and it decides what expires: hence every life ends half a minute away
 #: from any moment that the stopped clock reaches, while leases and deadlines may end right on it.
 MINUTE, HALF = 60_000, 30_000
@@ -106,9 +103,6 @@ class Agreement(RuleBasedStateMachine):
         records = self.records[identity]
         return records[max(len(records) - 1 - age, 0)]
 
-    def had_one(self, identity: Identity) -> bool:
-        return bool(self.records[identity])
-
     @rule(
         identity=identities,
         attempt=st.sampled_from([b"attempt1", b"attempt2"]),
@@ -136,7 +130,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule(identity=identities, age=ages, lease_ms=minutes, keep_ms=keeps)
     def renew(self, identity: Identity, age: int, **asked: Any) -> None:
-        if self.had_one(identity):
+        if self.records[identity]:
             self.ask(
                 "renew", [Renewal(identity=identity, token=self.token(identity, age), **asked)]
             )
@@ -154,7 +148,7 @@ class Agreement(RuleBasedStateMachine):
         looks=st.booleans(),
     )
     def settle(self, identity: Identity, age: int, *, looks: bool, **asked: Any) -> None:
-        if self.had_one(identity):
+        if self.records[identity]:
             seen = self.memory.get(identity) if looks else None
             record = seen or self.record(identity, age)
             if asked["note"]:  # an operator did not run it, and is no sweep
@@ -163,12 +157,12 @@ class Agreement(RuleBasedStateMachine):
 
     @rule(identity=identities, age=ages, name=st.sampled_from(["", "pay", "ship"]), value=values)
     def checkpoint(self, identity: Identity, age: int, **asked: Any) -> None:
-        if self.had_one(identity):
+        if self.records[identity]:
             self.ask("checkpoint", identity, token=self.token(identity, age), **asked)
 
     @rule(identity=identities, age=ages, requeue_ms=st.none() | minutes, note=notes)
     def release(self, identity: Identity, age: int, **asked: Any) -> None:
-        if self.had_one(identity):
+        if self.records[identity]:
             self.ask("release", identity, token=self.token(identity, age), **asked)
 
     @rule(
@@ -177,7 +171,7 @@ class Agreement(RuleBasedStateMachine):
         verb=st.sampled_from(["interrupt", "mark_delivered"]),
     )
     def end(self, identity: Identity, age: int, verb: str) -> None:
-        if self.had_one(identity):
+        if self.records[identity]:
             self.ask(verb, identity, token=self.token(identity, age))
 
     @rule(identity=identities)
@@ -188,7 +182,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule(identity=identities, age=st.none() | ages, deadline_ms=minutes)
     def requeue(self, identity: Identity, age: int | None, deadline_ms: int) -> None:
-        named = age is not None and self.had_one(identity)
+        named = age is not None and bool(self.records[identity])
         token = self.token(identity, age or 0) if named else None
         self.ask("requeue", identity, deadline_ms=deadline_ms, token=token)
 

@@ -301,13 +301,6 @@ class TestTrouble:
         with looks(store, 0):
             assert isinstance(ask(store), Settled)
 
-    def test_a_flush_costs_a_look_for_each_duplicate(self, store, redis_client, entry):
-        complete(store)
-        redis_client.delete(entry())
-        for _ in range(2):
-            with looks(store, 1):
-                assert isinstance(ask(store), Settled)
-
     def test_a_store_that_fails_when_it_is_read_again_spoils_nothing(self, store, entry):
         record, at = ask(store, task_id="first").record, store._at
 

@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Mismatched, State
+from celery_idempotent.records import Identity, Mismatched, State
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
 from tests.contract.base import KEY as CLAIMED
 from tests.contract.base import MESSAGE, OTHER_FINGERPRINT, STATES, VALUE
-
-KEY = Identity(namespace="charge", key="order-17")
+from tests.stores.verbs import KEEP_MS, LEASE_MS, claim
 
 
 @pytest.fixture
@@ -71,13 +70,11 @@ class TestMemoryStore(StoreContract):
         assert self.settle(store, record, State.FAILED, value=None)
         assert self.found(store).value == VALUE
 
-    def test_an_interruption_counts_a_crash(self, store):
-        assert store.interrupt(CLAIMED, token=self.claim(store).token).crashes == 1
-
-    def test_what_is_requeued_while_it_runs_counts_a_crash(self, store):
+    def test_an_interruption_and_a_requeue_while_it_runs_count_a_crash(self, store):
         record = self.claim(store, message=MESSAGE)
         again = store.requeue(CLAIMED, deadline_ms=self.lease_ms, token=record.token)
         assert again.crashes == 1
+        assert store.interrupt(CLAIMED, token=self.claim(store).token).crashes == 2
 
     def test_what_waits_for_its_retry_outlives_the_claim_by_as_long(self, store, advance):
         record = self.claim(store, message=MESSAGE)
@@ -93,25 +90,13 @@ class TestMemoryStore(StoreContract):
 def test_without_a_clock_it_uses_the_wall_clock():
     store = MemoryStore()
     before = time.time_ns() // 1_000_000
-    answer = store.claim(
-        ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
-    )
-    assert isinstance(answer, Claimed)
-    assert before <= answer.record.created_ms <= time.time_ns() // 1_000_000
+    assert before <= claim(store).created_ms <= time.time_ns() // 1_000_000
 
 
 def test_a_prune_frees_memory(clock):
     store = MemoryStore(clock)
     for n in range(10):
-        name = Identity(namespace="charge", key=f"{n}")
-        store.claim(ClaimRequest(identity=name, attempt=b"12345678", lease_ms=1000, keep_ms=1000))
-    clock.advance(2001)
+        claim(store, Identity(namespace="charge", key=f"{n}"))
+    clock.advance(LEASE_MS + KEEP_MS + 1)
     assert [store.prune(limit=4) for _ in range(4)] == [4, 4, 2, 0]
     assert repr(store) == "<MemoryStore: 0 records>"
-
-
-def test_a_clock_of_a_test_stands_still_until_it_is_moved():
-    clock = FakeClock(5_000)
-    assert (clock(), clock()) == (5_000, 5_000)
-    clock.advance(1.5)
-    assert clock() == 6_500

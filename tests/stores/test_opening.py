@@ -139,17 +139,11 @@ class TestApps:
 
     def test_the_settings_of_celerys_redis_backend_hold_for_records(self):
         """Results went to the configured server, and records silently to localhost."""
-        app = new_app(
-            result_backend="redis://",
-            redis_host="a",
-            redis_port=7000,
-            redis_username="u",
-            redis_password="pw",
-            redis_socket_timeout=9,
-            redis_socket_connect_timeout=3,
-            redis_socket_keepalive=True,
-            redis_backend_health_check_interval=30,
-        )
+        server = {"host": "a", "port": 7000, "username": "u", "password": "pw"}
+        server |= {"socket_timeout": 9, "socket_connect_timeout": 3, "socket_keepalive": True}
+        settings = {f"redis_{name}": value for name, value in server.items()}
+        settings["redis_backend_health_check_interval"] = 30
+        app = new_app(result_backend="redis://", **settings)
         made = connection(get_store(app))
         assert (made.host, made.port, made.username, made.password) == ("a", 7000, "u", "pw")
         assert (made.socket_timeout, made.socket_connect_timeout) == (9, 3)

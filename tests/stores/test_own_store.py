@@ -14,7 +14,6 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing import FakeClock
 
 
 def _forwarded(verb: str) -> Any:
@@ -63,12 +62,6 @@ def test_a_sweep_has_nothing_to_count_and_nothing_else_to_look_after(app: Celery
     counts = sweep.sweep(app)
     assert counts["pruned"] == 0
     assert get_store(app).counts(hours=1) == ()
-
-
-def test_it_is_asked_for_its_time(app: Celery) -> None:
-    clock = FakeClock(1_700_000_000_000_000)
-    app.conf.idempotency_store = OwnStore(MemoryStore(clock))
-    assert get_store(app).now_ms() == 1_700_000_000_000
 
 
 def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(

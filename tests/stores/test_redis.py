@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
 from collections.abc import Callable
@@ -10,12 +9,12 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from celery_idempotent.records import Identity, State
+from celery_idempotent.records import State
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.contract import StoreContract
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
-from tests.stores.verbs import KEY, claim, reserve, settle
+from tests.stores.verbs import KEY, claim, in_one_bucket, reserve, settle
 
 pytestmark = pytest.mark.redis
 
@@ -38,13 +37,7 @@ class RedisContract(StoreContract):
         self, store, advance
     ):
         """A client that chooses its keys can put them all into one bucket."""
-        keys = (Identity(namespace="charge", key=f"order-{n}") for n in itertools.count())
-        crafted = [
-            key
-            for key in itertools.islice(keys, 300_000)
-            if b"{7}" in store._keys.of_record(key)[0]
-        ]
-        for key in crafted[:130]:
+        for key in in_one_bucket(130):
             claim(store, key, keep_ms=60_000)
         advance(60_001)
         first = store.sweep(limit=120)

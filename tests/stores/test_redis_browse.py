@@ -10,26 +10,14 @@ import redis
 
 from celery_idempotent.records import Identity, Selection, State, Stored
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.redis.format import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import LinkProxy
-from tests.stores.verbs import claim, settle
+from tests.stores.verbs import claim, in_one_bucket, settle
 
 pytestmark = pytest.mark.redis
 
 COMPLETED = Selection(states=frozenset({State.COMPLETED}))
 PROCESSING = Selection(states=frozenset({State.PROCESSING}))
-
-
-def in_one_bucket(count: int) -> list[Identity]:
-    keyspace, n = Keyspace("x"), 0
-    found: list[Identity] = []
-    while len(found) < count:
-        identity = Identity(namespace="charge", key=f"{n}")
-        if b"{17}" in keyspace.of_record(identity)[0]:
-            found.append(identity)
-        n += 1
-    return found
 
 
 def all_keys(store: RedisStore, selection: Selection, **how: Any) -> list[str]:

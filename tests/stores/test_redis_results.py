@@ -143,16 +143,16 @@ class TestSettlingWithAResult:
 
             yield heard
 
-    def test_all_is_written_and_told(self, store, record, name, redis_client, heard):
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+    @pytest.mark.parametrize(("expires_s", "left_s"), [(600, range(500, 601)), (0, (-1,))])
+    def test_all_is_written_and_told(
+        self, store, record, name, redis_client, heard, expires_s, left_s
+    ):
+        done = settle(store, record, name, meta("SUCCESS"), expires_s=expires_s)
+        assert done is SettledWith.RESULT
         assert state_of(store) is State.COMPLETED
         assert redis_client.get(name) == meta("SUCCESS")
-        assert 500 < redis_client.ttl(name) <= 600
+        assert redis_client.ttl(name) in left_s
         assert heard() == [meta("SUCCESS")]
-
-    def test_a_result_without_expiry_stays(self, store, record, name, redis_client):
-        assert settle(store, record, name, meta("SUCCESS"), expires_s=0) is SettledWith.RESULT
-        assert redis_client.ttl(name) == -1
 
     def test_a_late_worker_stores_and_tells_nothing(self, store, record, name, redis_client, heard):
         assert store.release(KEY, token=record.token)
@@ -162,20 +162,15 @@ class TestSettlingWithAResult:
         assert redis_client.get(name) is None
         assert heard() == []
 
-    def test_who_may_not_bring_a_record_back_stores_nothing(
-        self, store, record, name, redis_client
+    @pytest.mark.parametrize("restore", [False, True])
+    def test_a_record_that_was_forgotten_is_settled_by_who_may_bring_it_back(
+        self, store, record, name, redis_client, restore
     ):
         store.forget(KEY)
-        assert settle(store, record, name, b"x", restore=False) is SettledWith.LOST
-        assert redis_client.get(name) is None
-
-    def test_a_record_that_was_forgotten_meanwhile_is_settled(
-        self, store, record, name, redis_client
-    ):
-        store.forget(KEY)
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
-        assert state_of(store) is State.COMPLETED
-        assert redis_client.get(name) == meta("SUCCESS")
+        done = settle(store, record, name, meta("SUCCESS"), restore=restore)
+        assert done is (SettledWith.RESULT if restore else SettledWith.LOST)
+        assert state_of(store) is (State.COMPLETED if restore else None)
+        assert redis_client.get(name) == (meta("SUCCESS") if restore else None)
 
     @pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
     def test_a_repetition_stores_and_tells_nothing_twice(

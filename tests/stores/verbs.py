@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -22,10 +23,18 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
+from celery_idempotent.stores.redis.format import Keyspace
 
 KEY = Identity(namespace="charge", key="order-17")
 VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 LEASE_MS, KEEP_MS = 60_000, 120_000
+
+
+def in_one_bucket(count: int) -> list[Identity]:
+    """Return keys whose records a Redis store keeps in one bucket, number 17."""
+    names, numbers = Keyspace("x"), itertools.count()
+    keys = (Identity(namespace="charge", key=f"{n}") for n in numbers)
+    return list(itertools.islice((k for k in keys if b"{17}" in names.of_record(k)[0]), count))
 
 
 def ask(store: Any, identity: Identity = KEY, **changes: Any) -> Any:

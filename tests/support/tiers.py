@@ -76,7 +76,6 @@ SMOKE = frozenset(
         "test_counts",
         "test_each_state_lists_its_own",
         "test_prunes_end",
-        "test_steps_survive_a_crash",
         "test_the_end_of_the_last_sweep_is_known",
         "test_tokens_grow_with_every_claim",
     }
