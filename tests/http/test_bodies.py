@@ -29,15 +29,11 @@ QUEUEING = ("form_later", "form_bare_later", "aform_later")
 
 
 @pytest.fixture(scope="module")
-def gunicorn(running: Site) -> Web:
+def web(running: Site) -> Web:
+    """A server as in production; other tests use Django's own."""
     web = Web([sys.executable, "-m", "tests.http.wsgi"], running.directory, running.env, "gunicorn")
     running.children.append(web)
     return web.start()
-
-
-@pytest.fixture(params=["runserver", "gunicorn"])
-def web(request: pytest.FixtureRequest, site: Site) -> Web:
-    return site.web if request.param == "runserver" else request.getfixturevalue("gunicorn")
 
 
 @dataclass(frozen=True)

@@ -71,20 +71,3 @@ def test_a_cancellation_is_passed_on_when_the_work_is_done() -> None:
         return await task
 
     assert (asyncio.run(main()), told) == ("fr", ["begun", "done", "cancelled"])
-
-
-def test_without_a_cancellation_it_is_as_if_it_were_awaited() -> None:
-    async def effect() -> str:
-        language.set("de")
-        return "made"
-
-    async def fail() -> None:
-        raise ValueError("no money")
-
-    async def main() -> None:
-        assert await to_the_end(effect()) == "made"
-        assert language.get() == "de"
-        with pytest.raises(ValueError, match="no money"):
-            await to_the_end(fail())
-
-    asyncio.run(main())

@@ -171,13 +171,6 @@ def test_another_body_is_422_while_the_first_is_at_work_and_afterwards(
     assert site.payments(key) == 1
 
 
-def test_a_key_of_one_route_is_422_on_another(site: Site) -> None:
-    key = new_key()
-    assert site.ask("POST", "/t/classy/", key=key, X_Caller="c").status == 200
-    answer = site.ask("POST", "/t/by-method/1/", key=key, X_Caller="c")
-    assert answer.problem() == (422, "idempotency_key_reused")
-
-
 @BOTH
 def test_the_same_key_of_somebody_else_is_another_key(site: Site, path: str) -> None:
     key = new_key()
