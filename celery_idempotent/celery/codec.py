@@ -99,23 +99,19 @@ class TaskCodec:
 
     def load_error(self, stored: Stored | None) -> Exception:
         """Return the stored exception; ``ResultUnavailable`` if there is none that may be raised again."""
-        if stored is None:
-            return ResultUnavailable(
-                f"{self._task} failed for good, and its exception was not stored: see the log of its worker."
-            )
-        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
-        written = self.load_value(stored)
-        try:
-            error = backend.exception_to_python(written)
-        except Exception as damaged:  # noqa: BLE001  it may be no exception at all
-            return ResultUnavailable(
-                f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
-            )
-        if isinstance(error, Exception):
-            return error
-        return ResultUnavailable(
-            f"{self._task} ended with {type(error).__name__}, which is not raised again."
-        )
+        reason = "was not stored: see the log of its worker"
+        if stored is not None:
+            backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
+            written = self.load_value(stored)
+            try:
+                error = backend.exception_to_python(written)
+            except Exception as damaged:  # noqa: BLE001  it may be no exception at all
+                reason = f"cannot be read ({type(damaged).__name__})"
+            else:
+                if isinstance(error, Exception):
+                    return error
+                reason = f"is a {type(error).__name__}, which is not raised again"
+        return ResultUnavailable(f"{self._task} failed for good, and its exception {reason}.")
 
     def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], object]:
         """Return the class of a stored exception and what its text is made of, also if Celery cannot rebuild it.
@@ -124,21 +120,20 @@ class TaskCodec:
         for the class in the modules that are imported.
         """
         error = self.load_error(stored)
-        kind = type(error)
-        module, name, arguments = kind.__module__, kind.__qualname__, error.args
+        written = None
         if stored is not None and not isinstance(error, IdempotencyError):
             written = self.load_value(stored)
-            if isinstance(written, dict):
-                module, name = str(written.get("exc_module")), str(written.get("exc_type"))
+        if isinstance(written, dict):
+            found: Any = sys.modules.get(str(written.get("exc_module")))
+            for part in str(written.get("exc_type")).split("."):
+                found = getattr(found, part, None)
+            is_class = isinstance(found, type) and issubclass(found, BaseException)
+            if is_class and found is not type(error):
                 arguments = written.get("exc_message", ())
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if not isinstance(found, type) or not issubclass(found, BaseException) or found is kind:
-            return kind, error
-        if isinstance(arguments, (list, tuple)):
-            arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
-        return found, arguments
+                if isinstance(arguments, (list, tuple)):
+                    arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
+                return found, arguments
+        return type(error), error
 
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize a message that a sweep may publish again; ``None`` if that fails."""

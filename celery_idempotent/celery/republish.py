@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -295,21 +295,18 @@ def origin(app: Celery, delivery_info: Mapping[str, object]) -> Options:
         return {}
     if exchange.startswith(_DELAYED_EXCHANGE):
         exchange, key = "", _DELAY.sub("", key)
-    for name, bound, pattern in _bindings(app.amqp.queues.consume_from):
-        if exchange in ("", bound.name) and _matches(bound.type, pattern, key):
-            return {_QUEUE: name, _BROADCAST: bound.type == "fanout"}
+    for name, queue in list(app.amqp.queues.consume_from.items()):
+        for each in queue.bindings or (queue,):
+            bound = each.exchange
+            if bound is None or exchange not in ("", bound.name):
+                continue
+            if _matches(bound.type, each.routing_key or "", key):
+                return {_QUEUE: name, _BROADCAST: bound.type == "fanout"}
     return {}
 
 
-def _bindings(queues: Mapping[str, Any]) -> Iterator[tuple[str, Exchange, str]]:
-    for name, queue in list(queues.items()):
-        for each in queue.bindings or (queue,):
-            if each.exchange is not None:
-                yield name, each.exchange, each.routing_key or ""
-
-
 def _matches(kind: str, pattern: str, key: str) -> bool:
-    """Would an exchange of this kind give a message with this routing key to the binding?"""
+    """Does an exchange of this kind give a message with this routing key to the binding?"""
     if kind == "direct":
         return pattern == key
     if kind != "topic":
