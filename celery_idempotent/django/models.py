@@ -17,11 +17,9 @@ class Record(models.Model):
 
     #: Of namespace, scope and key: the start of the SHA-256.
     digest = ShortBinaryField(max_length=16, primary_key=True)
-    #: What the key is for.
     namespace = models.CharField(max_length=255)
-    #: In canonical form.
+    #: In canonical form, both.
     scope = models.TextField()
-    #: In canonical form.
     key = models.TextField()
     #: When a prune looks at the row, at most an hour after it is over.
     prune_ms = models.BigIntegerField(db_index=True)
@@ -77,7 +75,6 @@ class Mark(models.Model):
 class Counter(models.Model):
     """How often something happened to a task within one hour."""
 
-    #: Grows.
     id = models.BigAutoField(primary_key=True)
     #: Hours since 1970.
     hour = models.IntegerField()
@@ -85,7 +82,6 @@ class Counter(models.Model):
     task = models.CharField(max_length=255)
     #: What happened, named as the signal is.
     outcome = models.CharField(max_length=32)
-    #: How often.
     count = models.BigIntegerField()
 
     class Meta:

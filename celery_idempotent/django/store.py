@@ -41,7 +41,7 @@ from celery_idempotent.django.sql.rows import (
     settle_claim,
     stored_record,
 )
-from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     Counted,
     Identity,
@@ -391,10 +391,7 @@ class DjangoStore(Store):
         try:
             report = outbox.sweep(app, using=self.alias, limit=limit)
         except DatabaseError as error:
-            raise StoreUnavailable(
-                f"the outbox in the database {self.alias!r} could not be swept ({type(error).__name__}): is it up, and"
-                " migrated?"
-            ) from error
+            raise self.connections.trouble(error) from error
         return {"outbox_sent": report.sent, "outbox_failed": report.failed}
 
     def close(self) -> None:

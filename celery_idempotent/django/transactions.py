@@ -24,20 +24,11 @@ if TYPE_CHECKING:
 
 
 def alias_in_use() -> str | None:
-    """Return the database whose transaction the running atomic task will commit with its record; else ``None``.
-
-    Raises:
-        IdempotencyError: in another thread than that of the transaction.
-    """
+    """Return the database whose transaction the running atomic task will commit with its record; else ``None``."""
     claim = current_claim()
     if claim is None or claim.transaction is None:
         return None
     alias = claim.store.outbox_alias
-    if alias is not None and claim.transaction.is_other_connection(connections[alias]):
-        raise IdempotencyError(
-            "an idempotency_atomic task publishes with its transaction, which belongs to the thread of its body, and "
-            "this is another thread: publish from the body"
-        )
     return alias if alias is not None and connections[alias].in_atomic_block else None
 
 

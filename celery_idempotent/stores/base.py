@@ -102,9 +102,6 @@ class Transaction(AbstractContextManager[object], Protocol):
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
         """Is it a lost session or, of the settle or the commit (``at_end``), a serialization failure or deadlock?"""
 
-    def is_other_connection(self, connection: object) -> bool:
-        """Is this the connection of another thread, to the same database?"""
-
     def read_only(self) -> AbstractContextManager[None]:
         """Refuse writes to the transaction's database, for the length of a step, which outlives a rollback."""
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAVEPOINT = "celery_idempotent_run"
+_SAVEPOINT, _STEP = "celery_idempotent_run", "celery_idempotent_step"
 _OURS = f"digest = %s AND token = %s AND {OPEN}"
 #: How long to wait for the end of a COMMIT whose answer was lost.
 _COMMIT_SECONDS = 10.0
@@ -168,10 +168,6 @@ class ClaimTransaction:
             if self._after_commit is not None:
                 self._after_commit(self.record.identity)
 
-    def is_other_connection(self, connection: object) -> bool:
-        """Is this the connection of another thread?"""
-        return connection is not self._own
-
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
         """Is this the loss of the session or, at the end, a serialization failure or a deadlock?"""
         if not isinstance(error, Error):
@@ -182,18 +178,22 @@ class ClaimTransaction:
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
-        """Have the database refuse writes during a step, whose record outlives a rollback; MariaDB and MySQL cannot.
+        """Have PostgreSQL refuse writes during a step, whose record outlives a rollback.
+
+        MariaDB and MySQL cannot; on SQLite the record is rolled back as well.
 
         Raises:
             IdempotencyError: for a statement that writes.
         """
-        before, after = self._session.dialect.read_only
-        for statement in before:
-            self._session.execute(statement)
+        if self._own.vendor != "postgresql":
+            yield
+            return
+        self._session.execute(f"SAVEPOINT {_STEP}")
+        self._session.execute("SET LOCAL transaction_read_only = on")
         try:
             yield
         except Error as error:
-            if error_code(error) != _READ_ONLY and "readonly" not in str(error):
+            if error_code(error) != _READ_ONLY:
                 raise
             raise IdempotencyError(
                 "a step of an idempotency_atomic task may not write to the database of its transaction: it is not done"
@@ -202,8 +202,8 @@ class ClaimTransaction:
         finally:
             if self._own.connection is not None:
                 with suppress(Error):
-                    for statement in after:
-                        self._session.execute(statement)
+                    self._session.execute(f"ROLLBACK TO SAVEPOINT {_STEP}")
+                    self._session.execute(f"RELEASE SAVEPOINT {_STEP}")
 
     def _begin(self) -> None:
         """Begin, take the lock and set the time-out, in one statement on PostgreSQL."""

@@ -57,8 +57,6 @@ class Dialect:
         " ON CONFLICT (hour, task, outcome)"
         " DO UPDATE SET count = celery_idempotent_counter.count + excluded.count"
     )
-    #: What begins and ends a stretch of a transaction that writes nothing.
-    read_only: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     #: The options that bound the waits for a silent server, each with the environment variable that sets it, too.
     bounds: Mapping[str, str] = field(default_factory=dict)
     least: str = "least"
@@ -82,13 +80,6 @@ _DIALECTS = {
         # Loss of the connection, shutdown, idle for too long; a prepared statement that a pooler or a migration took.
         lost="08|57P|25P03|25P04|26000|42P05|0A000",
         misconfigured="28|3D|42",
-        read_only=(
-            ("SAVEPOINT celery_idempotent_step", "SET LOCAL transaction_read_only = on"),
-            (
-                "ROLLBACK TO SAVEPOINT celery_idempotent_step",
-                "RELEASE SAVEPOINT celery_idempotent_step",
-            ),
-        ),
         bounds={
             "connect_timeout": "PGCONNECT_TIMEOUT",
             "keepalives_idle": "",
@@ -125,7 +116,6 @@ _DIALECTS = {
         conflict=".*(locked|busy)",
         lost="never$",
         misconfigured=".*(no such|readonly)",
-        read_only=(("PRAGMA query_only = 1",), ("PRAGMA query_only = 0",)),
         least="min",
     ),
 }
@@ -176,9 +166,8 @@ def error_code(error: BaseException) -> object:
 def missing_bounds(database: BaseDatabaseWrapper) -> tuple[str, ...]:
     """Return the OPTIONS that would bound the waits for a server that accepts connections and never answers.
 
-    A machine that loses its power or its network closes no connection. Without these a driver waits for as long as TCP
-    does, which may be hours. Empty for a database on this machine, and where a file that we do not read has the
-    settings. Nothing is set: the settings are the project's.
+    Without them a driver waits for as long as TCP does, perhaps for hours. None are missing for a database on this
+    machine, or where a file that we do not read has the settings.
     """
     settings = database.settings_dict
     options, host = settings.get("OPTIONS") or {}, str(settings.get("HOST") or "")
