@@ -154,6 +154,7 @@ def pay(self: Any, key: str, account: str = "") -> str:
         time.sleep(0.02)
     write("effects", f"{key} again", self.idempotency.token)
     follow.delay_on_commit(key)
+    follow.delay_on_commit(f"{key} again")
     return f"paid {key}"
 
 
@@ -174,6 +175,7 @@ def follow(self: Any, key: str) -> str:
 def hand_over(self: Any, key: str) -> None:
     write("effects", key, self.idempotency.token)
     write("effects", f"{key} again", self.idempotency.token)
+    follow.delay_on_commit(f"{key} again")
     raise self.replace(follow.s(key))
 
 

@@ -268,6 +268,7 @@ def test_a_task_that_breaks_its_transaction_is_told_and_leaves_a_clean_connectio
         settle(run)
     assert effects(store) == 0
     assert not connections[store.alias].needs_rollback
+    assert not run.committed()  # waits until the server knows
     with store.transaction(record) as run:
         act(store)
         assert settle(run)

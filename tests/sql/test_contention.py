@@ -322,25 +322,6 @@ def test_a_session_that_is_lost_after_the_last_query_runs_the_body_again(
     assert here.completed()
 
 
-def test_what_collides_again_and_again_is_told_and_its_key_is_free(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
-):
-    here = place("postgresql", "serializable")
-    monkeypatch.setattr(atomic, "MAX_REPEATS", 1)
-    real = ClaimTransaction.settle
-
-    def settle(run: ClaimTransaction, request: SettleRequest) -> bool:
-        here.in_between()
-        return real(run, request)
-
-    monkeypatch.setattr(ClaimTransaction, "settle", settle)
-    with pytest.raises(OperationalError, match="serialize"):
-        here.run(lambda: here.book(here.alias, "ours"))
-    assert here.runs == 2
-    assert "ours" not in here.names()
-    assert here.store.get(KEY) is None
-
-
 def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Place]):
     """The same body would meet it again."""
     here = place("postgresql")
