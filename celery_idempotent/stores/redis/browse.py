@@ -46,6 +46,8 @@ class Search:
             # The first step usually fills the page; the steps after that are larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
+            if not step:
+                return self._page()
             records = self._wanted([name for _, name in step])
             for at, name in step:
                 self._looked_at += 1
@@ -54,9 +56,6 @@ class Search:
                     self._found.append(records[name])
                 if len(self._found) >= self._limit:
                     break
-            else:
-                if len(step) < most:
-                    return self._page()
         return self._page(kind, score, same)
 
     def scan(self, cursor: str, look_at: int) -> Page:

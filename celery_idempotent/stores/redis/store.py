@@ -46,6 +46,10 @@ _STAMP = Struct(">QQ")
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
 _LOST = SettledWith.LOST
 _SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
+#: The rule of a verb that finds no record.
+_FIRST = {
+    rule.verb: rule for rule in table.TABLE if rule.then in table.LEASED and None in rule.found
+}
 #: The fields that a settle carries over, without those that its script copies.
 _COPIED = ("token", "created_ms", "crashes", "attempts")
 _CARRIED = tuple(name for name in table.OUTCOME if name not in _COPIED)
@@ -87,7 +91,7 @@ class RedisStore(Store):
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
-        rule, lease_ms = table.decide(verb, None, args, 0), args.delay_ms or 0
+        rule, lease_ms = _FIRST[verb], args.delay_ms or 0
         tail = layout.pack_tail(args.fields, attempt=args.attempt or b"")
         times = b"%d" % lease_ms, b"%d" % (lease_ms + args.keep_ms)
         keys = self._keys.of_record(identity)[:2]
