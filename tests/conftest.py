@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,19 +220,6 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 def key() -> str:
     """A key that nobody else uses."""
     return f"key.{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def quiet_for() -> Callable[..., None]:
-    """Make sure that something stays true for some seconds, derived from a lease or a timeout."""
-
-    def quiet_for(seconds: float, condition: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            assert condition(), what
-            time.sleep(0.05)
-
-    return quiet_for
 
 
 @pytest.hookimpl(wrapper=True)

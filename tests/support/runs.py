@@ -112,11 +112,6 @@ class Runner:
             return answered.answer
         return run.replayed or Ran(value)
 
-    def unguarded(self, call: Call, body: Callable[[], object]) -> object:
-        run = CallRun(self, call)
-        run.is_broadcast = True
-        return execute(run, body)
-
     def release(self, claim: Claim) -> None:
         """Give the key back from within the body."""
         assert isinstance(claim, Run)

@@ -66,7 +66,7 @@ def test_a_broadcast_message_runs_on_every_worker(site: Site, ledger: Ledger):
 def test_a_broadcast_message_with_a_key_runs_on_one_worker(site: Site, ledger: Ledger):
     """The other copies wait for it, each in the queue that it came from."""
     workers = site.three_workers("all", "all", "all")
-    sent = site.broadcast("keyed", "k", 2.0)
+    sent = site.broadcast("keyed", "k", 3.0)
     wait_for(lambda: lines(workers, sent.id, "succeeded") == 3, 60, "the run and two replays")
     assert ledger.count("start", "k") == 1
     again = lines(workers, sent.id, "is republished")
@@ -81,7 +81,7 @@ def test_a_topic_exchange_with_two_queues_delivers_twice_and_the_copies_stay_apa
 ):
     """The message runs once, in whichever queue is first; the other copy waits and is answered."""
     workers = site.three_workers("a", "b", "b")
-    sent = site.publish("work", "k", 2.0, queue=f"{site.queue}.a", routing_key="order.paid")
+    sent = site.publish("work", "k", 3.0, queue=f"{site.queue}.a", routing_key="order.paid")
     wait_for(lambda: lines(workers, sent.id, "succeeded") == 2, 60, "the run and the replay")
     assert ledger.count("start", "k") == 1
     again = lines(workers, sent.id, "is republished")

@@ -90,9 +90,10 @@ class TestRequeue:
     @ON_BOTH
     def test_many_sweeps_send_a_lost_message_once(self, site, key, gate):
         """Though it expired meanwhile: it began in time, and a copy that a worker discards would be sent for ever."""
-        worker, (first, _) = lose(site, "requeued", key, 0.0, gate.path, expires=2)
+        expired = time.time() + 4
+        worker, (first, _) = lose(site, "requeued", key, 0.0, gate.path, expires=4)
         assert site.length() == 0
-        time.sleep(1)
+        wait_for(lambda: time.time() > expired, what="the time at which it expires")
         with ThreadPoolExecutor(8) as pool:
             counts = list(pool.map(lambda _: sweep(site.app), range(16)))
         assert sum(each["requeued"] for each in counts) == 1
