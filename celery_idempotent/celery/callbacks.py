@@ -99,29 +99,16 @@ def expect_callbacks(
     settled_run.set(run)
 
 
-def mark_success(sender: AnyTask, **_: object) -> None:
-    """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
-    _mark(sender, State.COMPLETED)
-
-
-def mark_failure(sender: AnyTask, **_: object) -> None:
-    """Mark the record of a task whose errbacks Celery has sent (``task_failure``).
-
-    A COMPLETED record stays unmarked: Celery sends this signal also if it could not send the callbacks of a success.
-    """
-    _mark(sender, State.FAILED)
-
-
-def _mark(task: AnyTask, state: State) -> None:
-    """Mark the record as delivered; if that fails, its callbacks may be sent again."""
+def mark_delivered(sender: AnyTask, *, state: State, **_: object) -> None:
+    """Mark a record of this state: Celery has sent its callbacks. If that fails, they may be sent again."""
     run = settled_run.get()
-    if run is None or run.task_id != task.request.id or run.ended_as is not state:
+    if run is None or run.task_id != sender.request.id or run.ended_as is not state:
         return
     settled_run.set(None)
     if run.mark_token is None:
         return
     try:
-        get_store(task.app).mark_delivered(run.identity, token=run.mark_token)
+        get_store(sender.app).mark_delivered(run.identity, token=run.mark_token)
     except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
         logger.warning(
             "idempotency: %s is done and its callbacks are sent, but it could not be marked: if its message comes "

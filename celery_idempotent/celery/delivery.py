@@ -32,7 +32,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
-from celery_idempotent.protocol.run import Run, execute
+from celery_idempotent.protocol.run import execute
 from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State
 from celery_idempotent.stores import get_store
 
@@ -59,16 +59,12 @@ _MARGIN_S, _MARGIN = 0.5, 0.1
 _OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
 
 
-class Delivery(Run):
+class Delivery(republish.DeliveredRun):
     """One delivery of a message, or one eager call."""
 
     control = (Ignore, Reject, Retry)
     #: All bases are passed: further calls are the body's.
     reached_run = False
-    ended_as: State | None = None
-    mark_token: int | None = None
-    comes_back_until = 0.0
-    chain: list[object] | None = None
 
     def __init__(
         self, task: DefinedTask, definition: Definition, request: Any, args: Args, kwargs: Kwargs
@@ -274,7 +270,8 @@ def next_after_ours(run: Delivery) -> Callable[..., object]:
         return partial(run.definition.call_behind, run.task)
     # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
     run.request._protected = 1  # noqa: SLF001
-    return run.task.run
+    body: Callable[..., object] = run.task.run
+    return body
 
 
 # -- to begin ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu import Exchange, Queue
@@ -18,15 +18,14 @@ from celery_idempotent import backoff
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
 from celery_idempotent.keys.stamp import STAMP_HEADER, as_mapping, read_stamp, with_stamp
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.protocol.run import Run
+from celery_idempotent.records import Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
     from celery_idempotent.celery.typed import AnyBackend
-    from celery_idempotent.protocol.options import Policy
-    from celery_idempotent.protocol.shield import Shield
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +55,19 @@ class NotRepublishedError(Exception):
     """This message cannot be published again: it stays with its worker, and is to ask again now."""
 
 
-class DeliveredRun(Protocol):
+class DeliveredRun(Run):
     """A delivery, as this module and the callbacks see it."""
 
     task: Any
-    task_id: str
     request: Any
-    policy: Policy
-    identity: Identity
-    shield: Shield
     #: The state of its record, whose callbacks Celery is to send.
-    ended_as: State | None
+    ended_as: State | None = None
     #: The token of the record to mark as delivered; ``None`` if another message settled it.
-    mark_token: int | None
+    mark_token: int | None = None
     #: Until then (monotonic) the message may come back: the record will surely answer it.
-    comes_back_until: float
+    comes_back_until = 0.0
     #: The chain that the message came with: the tracer of Celery < 5.7 takes its last step out.
-    chain: list[object] | None
+    chain: list[object] | None = None
 
 
 def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
