@@ -146,35 +146,25 @@ def test_a_delivery_that_comes_three_times_is_entered_once_by_the_idempotent_tas
     assert len(entries("plain")) == 3
 
 
-@pytest.mark.parametrize("method", ["get", "head", "put", "delete", "options"])
-def test_anything_but_post_is_405(client: Client, method: str) -> None:
-    answer = getattr(client, method)(URL)
-    assert answer.status_code == 405
-    assert answer["Allow"] == "POST"
-
-
 @pytest.mark.parametrize(
     ("change", "code"),
     [
         ({"HTTP_X_GITHUB_EVENT": ""}, "invalid_event"),
         ({"HTTP_X_GITHUB_EVENT": "Push it"}, "invalid_event"),
-        ({"HTTP_X_GITHUB_EVENT": "p" * 65}, "invalid_event"),
-        ({"HTTP_X_GITHUB_DELIVERY": ""}, "invalid_delivery"),
         ({"HTTP_X_GITHUB_DELIVERY": "42"}, "invalid_delivery"),
         ({"HTTP_X_GITHUB_DELIVERY": DELIVERY + "\n"}, "invalid_delivery"),
-        ({"HTTP_X_GITHUB_DELIVERY": "{" + DELIVERY + "}"}, "invalid_delivery"),
+        ({"body": b"{"}, "invalid_payload"),
+        ({"body": b"[" * 100_000}, "invalid_payload"),
+        ({"body": b"null"}, "invalid_payload"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_header_is_400_and_says_which(
+def test_what_is_no_delivery_is_400_and_says_why(
     client: Client, change: dict[str, Any], code: str
 ) -> None:
     assert code_of(post(client, **change)) == (400, code)
+    assert client.get(URL).status_code == 405
     assert not entries("plain")
-
-
-@pytest.mark.parametrize("body", [b" ", b"{", b'"\xff"', b"[" * 100_000, b"[1]", b"null"])
-def test_a_bad_body_is_400(client: Client, body: bytes) -> None:
-    assert code_of(post(client, body)) == (400, "invalid_payload")
 
 
 def test_a_payload_over_the_limit_is_413(client: Client, project: Any) -> None:

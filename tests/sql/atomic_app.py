@@ -193,14 +193,6 @@ def misbehave(key: str, how: str) -> None:
     write("effects", f"{key} again", 0)
     if how == "commit":
         transaction.commit()
-    elif how == "raw":
-        with connection.cursor() as cursor:
-            cursor.execute("COMMIT")
-    elif how == "durable":
-        with transaction.atomic(durable=True):
-            pass
-    elif how == "raise":
-        raise ValueError
     elif how == "retry once" and misbehave.request.retries == 0:
         raise misbehave.retry(countdown=0)
     ledger.append("returned", key)

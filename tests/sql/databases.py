@@ -17,24 +17,6 @@ import pytest
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores.base import Store
 
-__all__ = [
-    "KINDS",
-    "TABLES",
-    "VENDORS",
-    "add_alias",
-    "available",
-    "clear",
-    "database",
-    "drop_alias",
-    "execute",
-    "isolation",
-    "migrate",
-    "ready",
-    "rows",
-    "shift",
-    "waits",
-]
-
 VENDORS = ("postgresql", "mariadb", "sqlite")
 #: A server, and SQLite, where a verb becomes part of the caller's transaction: for what is no matter of statements.
 KINDS = ("postgresql", "sqlite", pytest.param("mariadb", marks=pytest.mark.wide))

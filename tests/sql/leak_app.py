@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import threading
-import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from django.db import connection  # noqa: E402
 from celery_idempotent.django import IdempotentTask  # noqa: E402
 from celery_idempotent.events import counters  # noqa: E402
 from celery_idempotent.protocol.lease import heartbeat  # noqa: E402
-from celery_idempotent.signals import conflicted, replayed  # noqa: E402
+from celery_idempotent.signals import replayed  # noqa: E402
 
 app = Celery("leaks", set_as_current=False)
 app.conf.update(json.loads(os.environ[CONF]))
@@ -43,25 +42,6 @@ def _replayed(**_: Any) -> None:
     told["replayed"] += 1
 
 
-@conflicted.connect(weak=False)
-def _conflicted(**_: Any) -> None:
-    told["conflicted"] += 1
-
-
-def _beat() -> None:
-    """Count the renewals."""
-    renew = heartbeat._renew
-
-    def counted(store: Any, claims: list[Any]) -> None:
-        told["renewed"] += len(claims)
-        renew(store, claims)
-
-    heartbeat._renew = counted  # type: ignore[method-assign]
-
-
-_beat()
-
-
 def work(self: Any, key: str, how: str) -> str:
     if self.idempotency.transaction is not None:
         with connection.cursor() as cursor:
@@ -76,8 +56,6 @@ def work(self: Any, key: str, how: str) -> str:
         follow.delay_on_commit(f"{key} follows")
     if how == "steps":
         self.idempotency.step("charge", str, key)
-    if how == "slow":
-        time.sleep(0.15)
     return key
 
 

@@ -24,17 +24,14 @@ from celery_idempotent.errors import (
 )
 from celery_idempotent.records import (
     Claimed,
-    ClaimRequest,
     Held,
-    Identity,
     Record,
-    SettleRequest,
     State,
-    Stored,
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
 from tests.sql.holder import ORDERS, SAID
+from tests.sql.verbs import KEY, VALUE, claim, claimed, end_of, named
 from tests.support.preloaded import spawn
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment, freeze
@@ -53,27 +50,13 @@ from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK
 from celery_idempotent.django.store import DjangoStore
 
-KEY = Identity(namespace="charge", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 SERVERS = ("postgresql", "mariadb")
 LEVELS = ("read committed", "repeatable read", "serializable")
 EVERYWHERE = [(vendor, level) for vendor in SERVERS for level in LEVELS] + [("sqlite", "")]
 
 
-def claim(store: DjangoStore, **changes: Any) -> Any:
-    asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-    return store.claim(ClaimRequest(identity=KEY, **asked))
-
-
-def claimed(store: DjangoStore, **changes: Any) -> Record:
-    answer = claim(store, **changes)
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
 def settle(run: Any, **changes: Any) -> bool:
-    asked: Any = {"state": State.COMPLETED, "value": VALUE, "keep_ms": 60_000, **changes}
-    done: bool = run.settle(SettleRequest(record=run.record, **asked))
+    done: bool = run.settle(end_of(run.record, **changes))
     return done
 
 
@@ -534,9 +517,7 @@ def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
     holder = start_holder(store, claimed(store), before_commit=True)
     holder.tell("settle")
     assert holder.says() == "settled"
-    other = Identity(namespace="charge", key="another")
-    asked: Any = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000}
-    store.claim(ClaimRequest(identity=other, **asked))
+    other = claimed(store, named("another")).identity
     shift(store, 60_001)
     assert [record.identity for record in store.sweep(limit=10).interrupted] == [other]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,18 +13,13 @@ from django.db import connections
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.records import (
     Claimed,
-    ClaimRequest,
-    Identity,
-    Record,
-    Renewal,
     Selection,
     Settled,
-    SettleRequest,
-    State,
 )
 from celery_idempotent.stores import Store
 from tests.sql.databases import rows
 from tests.sql.test_contract import SQLContract
+from tests.sql.verbs import claim, end_of, named, renewal
 
 #: The second has psycopg prepare even the first use of a statement.
 OPTIONS = {"server_side_binding": True, "prepare_threshold": 0}
@@ -38,52 +32,38 @@ def store(use_database: Callable[..., str]) -> Iterator[DjangoStore]:
     store.close()
 
 
-def request(key: str) -> ClaimRequest:
-    identity = Identity(namespace="charge", key=key)
-    return ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
-
-
-def completed(record: Record) -> SettleRequest:
-    return SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
-
-
-def renewal(record: Record) -> Renewal:
-    identity, token = record.identity, record.token
-    return Renewal(identity=identity, token=token, lease_ms=60_000, keep_ms=60_000)
-
-
 @pytest.mark.parametrize("rounds", [1, 6])
 def test_a_store_works_where_the_project_binds_parameters_on_the_server(store, rounds):
     for n in range(rounds):
-        claimed = store.claim(request(f"{n}"))
+        claimed = claim(store, named(f"{n}"))
         assert isinstance(claimed, Claimed)
         assert store.renew([renewal(claimed.record)]) == [True]
-        assert store.settle(completed(claimed.record))
-        assert isinstance(store.claim(request(f"{n}")), Settled)
+        assert store.settle(end_of(claimed.record))
+        assert isinstance(claim(store, named(f"{n}")), Settled)
     assert len(store.list(Selection(), limit=100).records) == rounds
 
 
 @pytest.mark.parametrize("rounds", [1, 6])
 def test_an_atomic_run_works_there_and_the_task_has_the_cursors_of_the_project(store, rounds):
     for n in range(rounds):
-        record = store.claim(request(f"{n}")).record
+        record = claim(store, named(f"{n}")).record
         with store.transaction(record) as run:
             with connections[store.alias].cursor() as cursor:
                 assert not hasattr(cursor.cursor, "mogrify"), "it binds on the client"
                 cursor.execute("SELECT %s::int", (n,))
-            assert run.settle(completed(record))
-        assert isinstance(store.claim(request(f"{n}")), Settled)
+            assert run.settle(end_of(record))
+        assert isinstance(claim(store, named(f"{n}")), Settled)
 
 
 def test_an_atomic_run_has_its_own_statements_prepared_and_not_those_of_the_task(use_database):
     """What is left of it on the connection is nothing that a pooler before other statements would mind."""
     store = DjangoStore(use_database("postgresql"))
     for n in range(2):
-        record = store.claim(request(f"{n}")).record
+        record = claim(store, named(f"{n}")).record
         with store.transaction(record) as run:
             with connections[store.alias].cursor() as cursor:
                 cursor.execute("SELECT %s::int", (n,))
-            assert run.settle(completed(record))
+            assert run.settle(end_of(record))
     raw = connections[store.alias].connection
     assert hasattr(raw.cursor(), "mogrify"), "it binds on the server"
     found = rows(store.alias, "SELECT statement FROM pg_prepared_statements ORDER BY prepare_time")

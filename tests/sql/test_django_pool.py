@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Renewal,
-    SettleRequest,
     State,
-    Stored,
 )
+from tests.sql.verbs import KEY, VALUE, claimed, end_of, named, renewal
 
 pytest.importorskip("psycopg_pool")
 pytest.importorskip("django")
@@ -28,8 +22,6 @@ from celery_idempotent.django.store import DjangoStore
 
 pytestmark = pytest.mark.skipif(django.VERSION < (5, 1), reason="Django has no pool")
 
-KEY = Identity(namespace="pay", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 #: How many connections the pool of a process opens at once: more than the store ever keeps.
 POOL = {"min_size": 6, "max_size": 6}
 
@@ -47,19 +39,13 @@ def pooled(use_database: Callable[..., str]) -> Callable[..., str]:
 def test_one_connection_in_the_pool_is_enough_for_an_atomic_run(pooled):
     """It belongs to the task: a renewal, a step and a second claim meanwhile do not wait for it."""
     store = DjangoStore(pooled(min_size=1, max_size=1, timeout=5))
-    asked: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
-    record = store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked)).record
+    record = claimed(store)
     try:
         with store.transaction(record) as run:
-            assert store.renew([Renewal(identity=KEY, token=record.token, **asked)]) == [True]
+            assert store.renew([renewal(record)]) == [True]
             assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
-            other = Identity(namespace="pay", key="order-18")
-            assert isinstance(
-                store.claim(ClaimRequest(identity=other, attempt=os.urandom(8), **asked)), Claimed
-            )
-            assert run.settle(
-                SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
-            )
+            claimed(store, named("order-18"))
+            assert run.settle(end_of(record))
         assert store.get(KEY).state is State.COMPLETED
     finally:
         store.close()

@@ -20,20 +20,17 @@ from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
     Held,
-    Identity,
     ReserveRequest,
     Settled,
     SettleRequest,
     State,
-    Stored,
 )
 from celery_idempotent.stores import open_store
 from tests.sql import databases
+from tests.sql.verbs import KEY, VALUE
 
 pytestmark = pytest.mark.redis
 
-KEY = Identity(namespace="charge", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 FINGERPRINT = bytes(16)
 LEASE_MS, KEEP_MS = 60_000, 120_000
 

@@ -13,7 +13,8 @@ from django.db import connections
 
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.protocol.shield import VerbInterruptedError
-from celery_idempotent.records import Claimed, ClaimRequest, Identity
+from celery_idempotent.records import Claimed
+from tests.sql.verbs import KEY, claim
 
 
 # SQLite is in this process: there is no exchange that could be cut.
@@ -22,16 +23,7 @@ def test_the_connection_of_an_interrupted_claim_is_not_used_again(
     vendor: str, open_store: Callable[..., DjangoStore], monkeypatch: pytest.MonkeyPatch
 ):
     store = open_store(vendor)
-    identity = Identity(namespace="shop.charge", key="interrupted")
-    request = ClaimRequest(
-        identity=identity,
-        attempt=b"12345678",
-        lease_ms=60_000,
-        keep_ms=60_000,
-        task_id="t",
-        worker="w",
-    )
-    store.get(identity)  # connects
+    store.get(KEY)  # connects
     kind = type(connections[store.alias])
     real = kind.create_cursor
     struck: list[tuple[Any, object]] = []
@@ -44,7 +36,7 @@ def test_the_connection_of_an_interrupted_claim_is_not_used_again(
 
     monkeypatch.setattr(kind, "create_cursor", strike)
     with pytest.raises(VerbInterruptedError):
-        store.claim(request)
+        claim(store, attempt=b"12345678")
     ((wrapper, used),) = struck
     assert wrapper.connection is not used
-    assert isinstance(store.claim(request), Claimed)
+    assert isinstance(claim(store, attempt=b"12345678"), Claimed)

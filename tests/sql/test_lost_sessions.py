@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,27 +19,9 @@ from django.db.backends.signals import connection_created
 
 from celery_idempotent.django.sql.dialects import kind
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.records import (
-    ClaimRequest,
-    Identity,
-    Record,
-    SettleRequest,
-    State,
-    Stored,
-)
 from celery_idempotent.stores import get_store
 from tests.sql.databases import execute, rows
-
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
-
-
-def request(key: str = "17") -> ClaimRequest:
-    identity = Identity(namespace="charge", key=key)
-    return ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
-
-
-def settled(record: Record) -> SettleRequest:
-    return SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+from tests.sql.verbs import claim, claimed, end_of, named
 
 
 @pytest.fixture
@@ -64,12 +45,12 @@ def test_the_first_verb_after_a_lost_session_works_with_health_checks(
     options = {"server_side_binding": True}
     store = DjangoStore(use_database("postgresql", options=options, **changes))
     execute(store.alias, "SELECT 1")
-    record = store.claim(request()).record  # type: ignore[union-attr]
-    for verb in (store.claim, lambda _: store.settle(settled(record))):
+    record = claimed(store)
+    for verb in (lambda: claim(store, named("17")), lambda: store.settle(end_of(record))):
         end(watch, store.alias)
         own: Any = connections[store.alias]
         own.health_check_done = False  # as it is after each request
-        verb(request("second"))
+        verb()
     store.close()
 
 
@@ -79,14 +60,14 @@ def test_a_transaction_that_was_idle_for_too_long_is_a_lost_session(
     """PostgreSQL says so in the next statement, which is that of the settle."""
     alias = use_database("postgresql")
     store = DjangoStore(alias)
-    record = store.claim(request()).record  # type: ignore[union-attr]
+    record = claimed(store)
     with pytest.raises(DatabaseError) as caught, store.transaction(record) as run:
         execute(alias, "SET idle_in_transaction_session_timeout = 50")
         time.sleep(0.5)  # the time limit is the server's
-        run.settle(settled(record))
+        run.settle(end_of(record))
     assert run.is_transient(caught.value, at_end=True)
     with store.transaction(record) as run:
-        assert run.settle(settled(record))
+        assert run.settle(end_of(record))
     store.close()
 
 

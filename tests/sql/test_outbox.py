@@ -255,23 +255,20 @@ class TestOnEveryDatabase:
             assert (stage.sweep().sent, ids(stage.app), ids(app)) == (1, staged[0], [])
             assert (other.sweep().sent, ids(stage.app), ids(app)) == (1, [], staged[1])
 
-    def test_a_sweep_leaves_off_at_its_limit_and_says_so(self, stage: Stage):
+    def test_a_sweep_leaves_off_at_its_limit_or_time_and_says_so(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
         staged = stage.dies_after_commit(1, 2, 3)
         stage.pass_time()
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.outbox, "BUDGET_SECONDS", -1)
+            report = stage.sweep()
+        assert (report.sent, report.more) == (0, True)
         report = stage.sweep(limit=2)
         assert (report.sent, report.more) == (2, True)
         assert ids(stage.app) == staged[:2]
         assert stage.sweep().sent == 1
         assert ids(stage.app) == staged[2:]
-
-    def test_a_sweep_leaves_off_when_its_time_is_over(
-        self, lite: Stage, monkeypatch: pytest.MonkeyPatch
-    ):
-        lite.dies_after_commit(1)
-        lite.pass_time()
-        monkeypatch.setattr(lite.outbox, "BUDGET_SECONDS", -1)
-        report = lite.sweep()
-        assert (report.sent, report.more) == (0, True)
 
     def test_the_beat_task_sweeps_the_outbox_too(self, stage: Stage):
         staged = stage.dies_after_commit(1)
@@ -651,3 +648,22 @@ class TestWithRabbitMQ:
         assert report.sent == 1
         assert report.failed >= 4, "on a slow machine, one may be due again"
         self.arrives(rabbit, *good)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "amqp://user:sec@ret@rabbit:5672//",
+        "amqp://user:sec/ret@rabbit/vhost",
+        "redis://:sec#?ret@redis:6379/0",
+        "amqp://user:secret@rabbit//;amqp://user:secret@rabbit//",
+    ],
+)
+def test_what_is_told_of_an_error_has_no_credentials(sql_databases: object, url: str):
+    from celery_idempotent.django.outbox import error_text
+
+    told = error_text(OSError(f"cannot reach {url} (twice), write to ops@example.com"))
+    assert told.startswith("OSError: cannot reach ")
+    assert told.endswith(" (twice), write to ops@example.com")
+    assert "***@r" in told
+    assert not any(secret in told for secret in ("user", "sec", "ret"))

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Held,
-    Identity,
     Record,
-    Renewal,
     ReserveRequest,
     Settled,
-    SettleRequest,
     State,
-    Stored,
 )
 from tests.sql import databases
 from tests.sql.databases import shift
+from tests.sql.verbs import KEY, VALUE, claimed, end_of, renewal
+from tests.sql.verbs import claim as ask
 
 pytest.importorskip("django")
 
@@ -36,8 +32,6 @@ from django.db import connections
 from celery_idempotent.django.sql.connections import Connections, Session
 from celery_idempotent.django.store import DjangoStore
 
-KEY = Identity(namespace="charge", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 #: What outlives its transaction, on PostgreSQL.
 SESSION_STATE = re.compile(
     r"^\s*SET\s+(?!LOCAL)|\bPREPARE\b|\bLISTEN\b|\bWITH HOLD\b|\bTEMP|\bpg_advisory_lock\b"
@@ -49,18 +43,14 @@ SESSION_STATE = re.compile(
 def use_every_verb(store: DjangoStore) -> None:
     """Go through the life of a record, and see that each answer is what it should be."""
 
-    def claim(**changes: Any) -> Any:
-        asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-        return store.claim(ClaimRequest(identity=KEY, **asked))
-
+    claim = partial(ask, store)
     reserved = store.reserve(
         ReserveRequest(identity=KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
     )
     assert reserved.record.state is State.QUEUED
     first = claim(on_stale="requeue", message=b"message").record
     assert isinstance(claim(), Held)
-    lease = Renewal(identity=KEY, token=first.token, lease_ms=60_000, keep_ms=60_000)
-    assert store.renew([lease]) == [True]
+    assert store.renew([renewal(first)]) == [True]
     assert store.checkpoint(KEY, token=first.token, name="pay", value=VALUE)
     assert store.interrupt(KEY, token=first.token) is not None
     assert store.requeue(KEY, deadline_ms=60_000) is not None
@@ -71,17 +61,11 @@ def use_every_verb(store: DjangoStore) -> None:
     assert store.release(KEY, token=claim().record.token)
     second = claim().record
     with store.transaction(second) as run:
-        assert run.settle(
-            SettleRequest(record=second, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
-        )
+        assert run.settle(end_of(second))
     assert isinstance(claim(), Settled)
     assert store.mark_delivered(KEY, token=second.token)
     shift(store, 60_001)
-    third = claim()
-    assert isinstance(third, Claimed)
-    assert store.settle(
-        SettleRequest(record=third.record, state=State.FAILED, value=None, keep_ms=1)
-    )
+    assert store.settle(end_of(claimed(store), state=State.FAILED, keep_ms=1))
     shift(store, 3_660_000)
     assert store.prune(limit=10) == 1
     assert store.get(KEY) is None
@@ -166,8 +150,7 @@ class TestPgBouncer:
     ):
         """What the documentation says of small pools."""
         store = open_pooled(default_pool_size=1, query_wait_timeout=1)
-        asked = {"lease_ms": 60_000, "keep_ms": 60_000}
-        record = store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked)).record
+        record = claimed(store)
         begun, go_on = threading.Event(), threading.Event()
         thread = threading.Thread(target=_freeze, args=(store, record, begun, go_on))
         thread.start()
@@ -175,7 +158,7 @@ class TestPgBouncer:
             assert begun.wait(30)
             shift(store, 60_001)
             with pytest.raises(StoreUnavailable, match="query_wait_timeout"):
-                store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked))
+                ask(store)
         finally:
             go_on.set()
             thread.join()

@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Identity, State
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Renewal,
+    SettleRequest,
+    State,
+)
 from tests.sql import databases
-from tests.support.preloaded import spawn
-from tests.support.workers import child_environment
 
 pytest.importorskip("django")
 
-
 from celery_idempotent.django.store import DjangoStore
 
-COUNT = 40
+KEYS = [f"order-{n}" for n in range(40)]
 
 
+def work(store: DjangoStore, effects: Path) -> None:
+    """Append a line for each key that this process gets."""
+    for key in random.sample(KEYS, len(KEYS)):
+        identity = Identity(namespace="charge", key=key)
+        asked: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
+        answer = store.claim(ClaimRequest(identity=identity, attempt=os.urandom(8), **asked))
+        if isinstance(answer, Claimed):
+            record = answer.record
+            with effects.open("a") as file:
+                file.write(f"{key}\n")
+            assert store.renew([Renewal(identity=identity, token=record.token, **asked)]) == [True]
+            end = {"state": State.COMPLETED, "value": None, "keep_ms": 60_000}
+            assert store.settle(SettleRequest(record=record, **end))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_of_several_processes_one_gets_each_key(
     sql_databases: Callable[[str], Any], tmp_path: Path
 ):
     sql_databases("sqlite")
     with databases.database("sqlite", tmp_path) as settings:
         # Its journal is as SQLite makes it: a reader and a writer shut each other out for a moment.
-        store = DjangoStore(databases.add_alias("processes", settings))
-        databases.migrate(store.alias)
-        command = [sys.executable, "-m", "tests.sql.writer", str(tmp_path), str(COUNT)]
-        env = child_environment(
-            {
-                "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
-                # Django's own settings, but for the patience with a locked file.
-                "ATOMIC_DATABASES": json.dumps({"default": settings}),
-            }
-        )
-        with (tmp_path / "log").open("wb") as log:
-            writers = [spawn(command, cwd=tmp_path, env=env, log=log) for _ in range(3)]
-        ended = [writer.wait(100) for writer in writers]
-        assert ended == [0, 0, 0], (tmp_path / "log").read_text()
-        keys = [f"order-{n}" for n in range(COUNT)]
-        assert sorted((tmp_path / "effects").read_text().split()) == sorted(keys)
-        found = [store.get(Identity(namespace="charge", key=key)) for key in keys]
+        alias = databases.add_alias("processes", settings)
+        databases.migrate(alias)
+        store, effects = DjangoStore(alias), tmp_path / "effects"
+        store.connections.own().close()
+        children = []
+        for _ in range(3):
+            if not (pid := os.fork()):
+                status = 1
+                try:
+                    work(store, effects)
+                    status = 0
+                finally:
+                    os._exit(status)
+            children.append(pid)
+        ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        assert ended == [0, 0, 0]
+        assert sorted(effects.read_text().split()) == sorted(KEYS)
+        found = [store.get(Identity(namespace="charge", key=key)) for key in KEYS]
         assert all(record is not None and record.state is State.COMPLETED for record in found)
-        store.close()
-        databases.drop_alias(store.alias)
+        databases.drop_alias(alias)

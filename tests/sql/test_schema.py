@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,17 @@ from typing import Any
 import pytest
 
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Record,
-    Renewal,
     Selection,
-    SettleRequest,
     State,
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows
+from tests.sql.verbs import claimed, end_of, named, renewal
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
 from django.apps import apps
-from django.core.management import call_command
 from django.db import connections
 
 from celery_idempotent.django.sql.connections import Session
@@ -34,26 +27,10 @@ from celery_idempotent.django.sql.rows import UNFINISHED
 from celery_idempotent.django.store import DjangoStore
 
 
-def claimed(store: DjangoStore, key: str) -> Record:
-    answer = store.claim(
-        ClaimRequest(
-            identity=Identity(namespace="charge", key=key),
-            attempt=os.urandom(8),
-            lease_ms=60_000,
-            keep_ms=86_400_000,
-        )
-    )
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
 def pair(store: DjangoStore, key: str) -> None:
     """Claim and settle."""
-    assert store.settle(
-        SettleRequest(
-            record=claimed(store, key), state=State.COMPLETED, value=None, keep_ms=86_400_000
-        )
-    )
+    record = claimed(store, named(key), keep_ms=86_400_000)
+    assert store.settle(end_of(record, value=None, keep_ms=86_400_000))
 
 
 @pytest.mark.parametrize("vendor", databases.VENDORS)
@@ -78,11 +55,6 @@ def test_the_migrations_go_forward_and_back(
                 assert _tables(alias) == set()
         finally:
             databases.drop_alias(alias)
-
-
-def test_no_migration_is_missing(sql_databases: Callable[[str], Any]):
-    sql_databases("sqlite")
-    call_command("makemigrations", "celery_idempotent", check=True, dry_run=True, verbosity=0)
 
 
 def test_djangos_checks_find_nothing(open_store: Callable[..., DjangoStore]):
@@ -120,8 +92,7 @@ def filled(sql_databases: Callable[[str], Any], tmp_path_factory: Any) -> Iterat
 
 def test_renewals_stay_in_their_page(filled: DjangoStore):
     """No index is touched by them: PostgreSQL's word is HOT."""
-    record = claimed(filled, "renewed")
-    lease = Renewal(identity=record.identity, token=record.token, lease_ms=60_000, keep_ms=1)
+    lease = renewal(claimed(filled, named("renewed"), keep_ms=86_400_000), keep_ms=1)
 
     def updates() -> Any:
         # A session tells its figures when it ends.
@@ -163,7 +134,7 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Statements:
 def test_every_statement_finds_its_rows_by_an_index(filled: DjangoStore, statements: Statements):
     pair(filled, "explained")
     pair(filled, "explained too")
-    filled.forget(Identity(namespace="charge", key="explained too"))
+    filled.forget(named("explained too"))
     filled.sweep(limit=10)
     filled.prune(limit=10)
     filled.stats()

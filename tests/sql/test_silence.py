@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 
@@ -18,22 +16,16 @@ from django.db import connections
 from celery_idempotent.checks import check_settings
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
+from celery_idempotent.records import Claimed
 from celery_idempotent.stores import open_store
 from tests.sql.outbox_support import make_app
+from tests.sql.verbs import claim, renewal
 from tests.support.proxy import Proxy
 
-KEY = Identity(namespace="charge", key="order-17")
 BOUNDS = {
     "postgresql": {"connect_timeout": 2, "keepalives_idle": 10, "tcp_user_timeout": 20_000},
     "mariadb": {"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
 }
-
-
-def claim(store: DjangoStore) -> Any:
-    return store.claim(
-        ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
-    )
 
 
 @pytest.fixture
@@ -74,7 +66,7 @@ def test_a_renewal_on_an_open_connection_ends_with_the_bound_for_an_answer(
         store = DjangoStore(alias)
         answer = claim(store)
         assert isinstance(answer, Claimed)
-        lease = Renewal(identity=KEY, token=answer.record.token, lease_ms=60_000, keep_ms=1)
+        lease = renewal(answer.record)
         proxy.swallow_replies(b"UPDATE celery_idempotent_record", times=None, silent=True)
         with pytest.raises(StoreUnavailable):
             store.renew([lease])

@@ -13,44 +13,27 @@ import pytest
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Held,
-    Identity,
     Record,
-    Renewal,
-    SettleRequest,
     State,
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows
+from tests.sql.verbs import KEY, claim, claimed, end_of, named, renewal
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
 from django.db import DatabaseError, connections, transaction
+from django.test import override_settings
 
 from celery_idempotent.django.store import DjangoStore
 
-KEY = Identity(namespace="charge", key="order-17")
 SERVERS = ("postgresql", "mariadb")
 
 
-def claim(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Any:
-    asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-    return store.claim(ClaimRequest(identity=identity, **asked))
-
-
-def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Record:
-    answer = claim(store, identity, **changes)
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
 def settle(store: DjangoStore, record: Record) -> bool:
-    return store.settle(
-        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
-    )
+    return store.settle(end_of(record))
 
 
 def in_thread(do: Callable[[], Any]) -> Any:
@@ -101,7 +84,7 @@ def test_a_verb_works_after_the_callers_code_broke_its_transaction(server_store:
     with pytest.raises(Rollback), transaction.atomic(using=store.alias):
         with pytest.raises(DatabaseError):
             execute(store.alias, "SELECT * FROM no_such_table")
-        assert store.renew([Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=60_000)])
+        assert store.renew([renewal(record, lease_ms=1)])
         assert store.release(KEY, token=record.token)
         raise Rollback
     assert store.get(KEY) is None
@@ -172,7 +155,7 @@ def sessions(store: DjangoStore) -> int:
 
 def test_many_threads_share_few_connections(open_store: Callable[..., DjangoStore]):
     store = open_store("postgresql")
-    names = [Identity(namespace="charge", key=f"{n}") for n in range(40)]
+    names = [named(f"{n}") for n in range(40)]
     before = sessions(store)  # with those of other tests' stores
     threads = [threading.Thread(target=claim, args=(store, name)) for name in names]
     for thread in threads:
@@ -209,12 +192,12 @@ def test_a_forked_child_uses_connections_of_its_own(server_store: DjangoStore):
     execute(store.alias, "SELECT 1")
     record = claimed(store)
     with transaction.atomic(using=store.alias):
-        claim(store, Identity(namespace="charge", key="fills the pool"))
+        claim(store, named("fills the pool"))
     pid = os.fork()
     if not pid:
         try:
             ok = isinstance(claim(store), Held) and settle(store, record)
-            ok = ok and settle(store, claimed(store, Identity(namespace="charge", key="other")))
+            ok = ok and settle(store, claimed(store, named("other")))
         finally:
             os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -289,9 +272,7 @@ def test_an_alias_that_is_not_there_says_what_to_do(sql_databases: Any):
         claim(DjangoStore("elsewhere"))
 
 
-def test_a_router_cannot_send_the_records_elsewhere(
-    use_database: Callable[..., str], settings_routers: Callable[[list[object]], None]
-):
+def test_a_router_cannot_send_the_records_elsewhere(use_database: Callable[..., str]):
     class Elsewhere:
         def db_for_read(self, *_: object, **__: object) -> str:
             return "nowhere"
@@ -299,29 +280,13 @@ def test_a_router_cannot_send_the_records_elsewhere(
         db_for_write = db_for_read
 
     here, there = use_database("sqlite", "here"), use_database("postgresql", "there")
-    settings_routers([Elsewhere()])
     store, other = DjangoStore(here), DjangoStore(there)
-    record = claimed(store)
-    assert other.get(KEY) is None
-    assert claimed(other).token != record.token
-    assert settle(store, record)
+    with override_settings(DATABASE_ROUTERS=[Elsewhere()]):
+        record = claimed(store)
+        assert other.get(KEY) is None
+        assert claimed(other).token != record.token
+        assert settle(store, record)
     other.close()
-
-
-@pytest.fixture
-def settings_routers() -> Iterator[Callable[[list[object]], None]]:
-    from django.test import override_settings
-
-    changed: list[Any] = []
-
-    def use(routers: list[object]) -> None:
-        override = override_settings(DATABASE_ROUTERS=routers)
-        override.enable()
-        changed.append(override)
-
-    yield use
-    for override in changed:
-        override.disable()
 
 
 def _end_all_sessions(alias: str) -> None:

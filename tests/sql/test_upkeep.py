@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +9,14 @@ from typing import Any
 import pytest
 
 from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
     Held,
     Identity,
     Record,
-    Renewal,
-    SettleRequest,
     State,
 )
-from tests.sql import databases
+from tests.sql import databases, verbs
 from tests.sql.databases import execute, rows, shift
+from tests.sql.verbs import KEY
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
@@ -32,21 +28,15 @@ from celery_idempotent.django.sql.rows import RowSnapshot
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
-KEY = Identity(namespace="charge", key="order")
-MANY = [Identity(namespace="charge", key=f"order-{n}") for n in range(50)]
+MANY = [verbs.named(f"many-{n}") for n in range(50)]
 
 
 def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Record:
-    asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 24 * HOUR, **changes}
-    answer = store.claim(ClaimRequest(identity=identity, **asked))
-    assert isinstance(answer, Claimed)
-    return answer.record
+    return verbs.claimed(store, identity, **{"keep_ms": 24 * HOUR, **changes})
 
 
 def settle(store: DjangoStore, record: Record, keep_ms: int = 24 * HOUR) -> None:
-    assert store.settle(
-        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=keep_ms)
-    )
+    assert store.settle(verbs.end_of(record, keep_ms=keep_ms))
 
 
 def count(store: DjangoStore) -> int:
@@ -80,8 +70,7 @@ def test_a_prune_works_in_batches_until_nothing_is_over(
 def test_what_lives_longer_than_expected_is_looked_at_again_then(store: DjangoStore):
     record = claimed(store)
     shift(store, HOUR)
-    lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=48 * HOUR)
-    assert store.renew([lease]) == [True]
+    assert store.renew([verbs.renewal(record, keep_ms=48 * HOUR)]) == [True]
     shift(store, 23 * HOUR + 61_000)
     before = prune_ms(store)
     assert store.prune(limit=10) == 0
@@ -142,15 +131,14 @@ def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
 
     def overtaken(row: RowSnapshot, after: Any) -> None:
         monkeypatch.setattr(RowSnapshot, "write", write)
-        lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=HOUR)
+        lease = verbs.renewal(record, keep_ms=HOUR)
         thread = threading.Thread(target=lambda: renewed.extend(store.renew([lease])))
         thread.start()
         thread.join()
         write(row, after)
 
     monkeypatch.setattr(RowSnapshot, "write", overtaken)
-    asked: dict[str, Any] = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": HOUR}
-    answer = store.claim(ClaimRequest(identity=KEY, **asked))
+    answer = verbs.claim(store, keep_ms=HOUR)
     assert (renewed, type(answer)) == ([True], Held)
 
 
@@ -181,13 +169,8 @@ def test_counts_are_bounded_and_say_so(
     store = open_store(vendor)
     monkeypatch.setattr(django_store, "COUNTED", 3)
 
-    def make(number: int, **changes: Any) -> Record:
-        asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 900_000, **changes}
-        answer = store.claim(
-            ClaimRequest(identity=Identity(namespace="count", key=f"{number}"), **asked)
-        )
-        assert isinstance(answer, Claimed)
-        return answer.record
+    def make(number: int) -> Record:
+        return claimed(store, verbs.named(f"{number}"), keep_ms=900_000)
 
     def said() -> tuple[str, str, str]:
         stats = store.stats()
@@ -200,9 +183,7 @@ def test_counts_are_bounded_and_say_so(
     shift(store, 60_001)
     assert said() == ("0", "3+", "0")
     for record in records:
-        assert store.settle(
-            SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=900_000)
-        )
+        assert store.settle(verbs.end_of(record, state=State.FAILED, keep_ms=900_000))
     assert said() == ("0", "1", "3")
-    store.settle(SettleRequest(record=make(4), state=State.FAILED, value=None, keep_ms=900_000))
+    store.settle(verbs.end_of(make(4), state=State.FAILED, keep_ms=900_000))
     assert said() == ("0", "1", "3+")
