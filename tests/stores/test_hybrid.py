@@ -301,6 +301,22 @@ class TestTrouble:
         with looks(store, 0):
             assert isinstance(ask(store), Settled)
 
+    def test_a_flush_costs_a_look_for_each_duplicate(self, store, redis_client, entry):
+        complete(store)
+        redis_client.delete(entry())
+        for _ in range(2):
+            with looks(store, 1):
+                assert isinstance(ask(store), Settled)
+
+    def test_old_data_that_come_back_answer_again_and_run_nothing(self, store, redis_client, entry):
+        complete(store)
+        name, old = entry(), redis_client.get(entry())
+        assert store.forget(KEY)
+        redis_client.set(name, old, px=120_000)
+        assert isinstance(ask(store), Settled)
+        assert store.forget(KEY) is False
+        assert isinstance(ask(store), Claimed)
+
     def test_a_store_that_fails_when_it_is_read_again_spoils_nothing(self, store, entry):
         record, at = ask(store, task_id="first").record, store._at
 
