@@ -13,7 +13,7 @@ from celery_idempotent.records import Identity, ReserveRequest, Selection, State
 from celery_idempotent.stores.redis.format import MARK
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
-from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, claim, renew, settle
+from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, claim, in_one_bucket, renew, settle
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -168,6 +168,15 @@ def test_nor_after_a_claim_that_took_a_record_over(redis_store, advance):
     redis_store.release(KEY, token=second.token)
     advance._link.offset_us = 0
     assert claim(redis_store).token == second.token + 1
+
+
+def test_nor_does_a_take_over_beside_a_newer_claim_of_another_key(redis_store, advance):
+    one, other = in_one_bucket(2)
+    assert redis_store.interrupt(one, token=claim(redis_store, one).token)
+    advance(5_000)
+    newest = claim(redis_store, other)
+    advance._link.offset_us = 0
+    assert claim(redis_store, one).token == newest.token + 1
 
 
 def test_a_flushed_high_water_mark_is_made_good_by_the_record_itself(
