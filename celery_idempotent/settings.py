@@ -25,13 +25,13 @@ def loaded(app: Celery) -> Any:
 
 
 def own_settings(app: Celery) -> list[str]:
-    """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
+    """Return the app's settings with our prefix, without it, as the user set them in whatever form Celery takes."""
     conf = loaded(app)
     prefix = (getattr(conf, "prefix", None) or "").lower()
     names = [str(name) for mapping in _set_by_user(conf) for name in list(mapping.keys())]
     if prefix:
         names += [n.lower().removeprefix(prefix) for n in names if n.lower().startswith(prefix)]
-    return [name for name in names if name.startswith(PREFIX)]
+    return [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
 
 
 def names_of(conf: Any, name: str) -> list[str]:

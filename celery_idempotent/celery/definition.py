@@ -29,8 +29,8 @@ from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
 from celery_idempotent.events import Reporter
 from celery_idempotent.keys.rules import Identifier, Validate
 from celery_idempotent.keys.stamp import Identified
-from celery_idempotent.protocol.options import Policy, read_task_options, refuse_unknown_settings
-from celery_idempotent.settings import own_settings
+from celery_idempotent.protocol.options import KNOWN, Policy, read_task_options, refuse_unknown
+from celery_idempotent.settings import PREFIX, own_settings
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         InvalidOption: for an unknown or bad option, or a coroutine or generator function that no base runs.
     """
     name = str(task.name)
-    refuse_unknown_settings(own_settings(app))
+    refuse_unknown(own_settings(app), KNOWN, where="the app", prefix=PREFIX)
     policy, about = read_task_options(task, name, app.conf.get)
     codec = TaskCodec(app, name, policy)
     if policy.mode != "off":

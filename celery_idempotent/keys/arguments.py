@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Final
@@ -18,11 +19,10 @@ class AllArguments(enum.Enum):
     ALL_ARGUMENTS = enum.auto()
 
 
-#: As ``idempotency_key``: calls with the same arguments are one operation.
-#: As ``idempotency_fingerprint``: every argument counts.
+#: As ``idempotency_key``: equal calls are one operation. As ``idempotency_fingerprint``: every argument counts.
 ALL_ARGUMENTS: Final = AllArguments.ALL_ARGUMENTS
 
-#: For ``isinstance``: almost every mapping is a dict, and to ask the abstract class takes a hundred times as long.
+#: For ``isinstance``: almost every mapping is a dict, and the abstract class takes a hundred times as long.
 MAPPINGS: Final = (dict, Mapping)
 
 #: The arguments of one call by parameter, without the defaults: a new parameter that has one changes no fingerprint.
@@ -53,7 +53,7 @@ class Parameters:
     def bind(
         self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None
     ) -> Given | None:
-        """Return what each parameter is given; ``None`` if the call does not fit: the task will raise TypeError."""
+        """Return the argument of each parameter; ``None`` if the call does not fit: it will raise TypeError."""
         args = args or ()
         given: dict[str, object] = dict(zip(self.positional, args, strict=False))
         if len(args) > len(self.positional):
@@ -85,10 +85,9 @@ class Parameters:
 
 @dataclass(slots=True)
 class ArgumentRule:
-    """Reads from the arguments what a function of them returns, or the values at dotted paths.
+    """Reads a function of the arguments, or values at paths: ``"event.id"``, an item or attribute of ``event``.
 
-    ``"event.id"`` is the argument ``event``, then its item (of a mapping) or attribute ``id``. ``single``: the option
-    is one path, not a tuple of paths.
+    ``single``: the option is one path, not a tuple of paths.
     """
 
     parameters: Parameters
@@ -97,12 +96,13 @@ class ArgumentRule:
     single: bool = False
 
     def read(self, given: Given) -> object:
-        """Return the value, or the tuple of all values; ``None`` if one is missing."""
+        """Return the value, or the tuple of values; ``None`` if one is missing."""
         if self.function is not None:
             return self.parameters.call(self.function, given)
         values = tuple(self.values(given).values())
         if self.single:
             return values[0]
+        # Not "None in values": an array compares itself item by item.
         return None if NoneType in map(type, values) else values
 
     def values(self, given: Given) -> dict[str, object]:
@@ -130,41 +130,34 @@ def compile_rule(
         return option
     where = f"{what} of task {task}"
     names = (option,) if isinstance(option, str) else option
+    known = ", ".join(parameters.names) or "none"
     if isinstance(names, (tuple, list)) and names and all(isinstance(n, str) for n in names):
-        paths = {text: _steps(text, parameters, where) for text in names}
+        paths = {text: text.split(".") for text in names}
+        for text, steps in paths.items():
+            has_name = steps[0] in parameters.names
+            if "" in steps or not (has_name or parameters.var_keyword):
+                raise InvalidOption(f"{where}: the task has no argument {text!r}. It has: {known}.")
+            if not has_name:
+                steps.insert(0, parameters.var_keyword)
         return ArgumentRule(parameters, paths=paths, single=names is not option)
-    if callable(option):
-        _check_call(option, parameters, where)
-        return ArgumentRule(parameters, option)
-    raise InvalidOption(
-        f"{where} is the name of an argument, a tuple of names, a function of the "
-        f"arguments, ALL_ARGUMENTS or None, not {type_name(option)}."
-    )
-
-
-def _steps(text: str, parameters: Parameters, where: str) -> tuple[str, ...]:
-    steps = tuple(text.split("."))
-    if "" not in steps and (steps[0] in parameters.names or parameters.var_keyword):
-        return steps if steps[0] in parameters.names else (parameters.var_keyword, *steps)
-    names = ", ".join(parameters.names) or "none"
-    raise InvalidOption(f"{where}: the task has no argument {text!r}. It has: {names}.")
-
-
-def _check_call(function: Callable[..., object], parameters: Parameters, where: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return
-    try:
-        parameters.call(signature.bind, dict.fromkeys(parameters.required))
-    except TypeError as error:
+    if not callable(option):
         raise InvalidOption(
-            f"{where}: the function gets every argument of the task ({', '.join(parameters.names)}), but: {error}. "
-            "Add **_ for the arguments that it does not need."
-        ) from None
+            f"{where} is the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or "
+            f"None, not {type_name(option)}."
+        )
+    with suppress(ValueError):  # some callables written in C have no signature
+        signature = inspect.signature(option)
+        try:
+            parameters.call(signature.bind, dict.fromkeys(parameters.required))
+        except TypeError as error:
+            raise InvalidOption(
+                f"{where}: the function gets every argument of the task ({known}), but: {error}. Add **_ for the "
+                "arguments that it does not need."
+            ) from None
+    return ArgumentRule(parameters, option)
 
 
 def type_name(value: object) -> str:
-    """Return the name of a value's type, for messages, which must not contain the value itself."""
+    """Return the name of a value's type, for messages, which must not contain the value."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -7,8 +7,8 @@ A publisher has Python objects, a worker has the values that JSON made of them. 
     charge([1, 2.0])       another call           [1,2.0]   JSON keeps int and float apart
     charge({"b": 1, "a": None})                   {"a":null,"b":1}    keys are sorted
 
-``repr`` is never part of it, because it may contain an address, which differs from process to process. A value has no
-form (:class:`NoFormError`) if neither kombu's JSON nor pickle carries its type in a known way.
+A form never contains a ``repr``, which may have an address in it. A value has no form (:class:`NoFormError`) if neither
+kombu's JSON nor pickle carries its type in a known way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from celery_idempotent.records import FINGERPRINT_BYTES
 #: Writes a text as JSON does, in ASCII.
 quote = encode_basestring_ascii
 
-#: Writes a value of these types as JSON does, in a tenth of the time.
+#: Write a value as JSON does, in a tenth of the time.
 _SCALARS: dict[type, Callable[[Any], str]] = {
     str: quote,
     int: repr,
@@ -41,7 +41,7 @@ _SCALARS: dict[type, Callable[[Any], str]] = {
 
 _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
-#: Writes the form of most values, in C. It sorts keys as they are: 9 before 10, which are texts behind the broker.
+#: Writes most forms, in C. It sorts keys as they are: 9 before 10, which are texts after the broker.
 _encode = json.JSONEncoder(
     check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
 ).encode
@@ -55,21 +55,20 @@ class NoFormError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """A form that is written already: as a part of a value it goes in as it is."""
+    """A part of a value that is in canonical form already."""
 
     form: str
 
 
 def form(value: object) -> str:
-    """Return the canonical form of an argument: ASCII, and equal before and after the broker.
+    """Return the canonical form of an argument, in ASCII.
 
     Values that JSON makes equal are equal (a tuple and a list; the keys 1 and "1"), all others are distinct (1, 1.0,
-    True, "1"). Types that kombu's JSON encodes, registered ones included, go through its encoding.
-
-    The time grows with the size of the value alone: clients choose how it is nested.
+    True, "1"). Types that are registered in kombu go through its encoding. The time is linear in the size of the value,
+    however clients nest it.
 
     Raises:
-        NoFormError: if it has none, contains itself, or is nested more deeply than Python's recursion limit allows.
+        NoFormError: if it has none, contains itself, or is nested more deeply than Python's recursion limit.
     """
     try:
         if type(value) in _SCALARS:
@@ -86,7 +85,7 @@ def form(value: object) -> str:
 
 
 def _write(value: object) -> str:
-    """Return the same as :data:`_encode`, for values of every kind that has a form."""
+    """Return the form as :data:`_encode` does, of every value that has one."""
     if value is None or isinstance(value, (str, int, float)):
         try:
             return _encode(value)
@@ -111,7 +110,7 @@ def _write(value: object) -> str:
 
 
 def _key(key: object) -> tuple[str, bool]:
-    """Return the text of a dict's key in JSON, and True; of one that JSON cannot carry, its form and False."""
+    """Return a dict's key as JSON has it, and True; its form and False if JSON cannot have it."""
     if isinstance(key, str):
         return str.__str__(key), True
     if key is None or isinstance(key, (int, float)):

@@ -1,7 +1,7 @@
 """From a call to its identity: its key, its scope and the fingerprint of its arguments.
 
-A key has one canonical text: two keys that differ never share it, and it is the same on both sides of the broker,
-whatever the serializer does to arguments on their way. The beginning of the text shows where the key comes from:
+A key has one canonical text, which no other key shares, and which is the same before and after the broker. Its
+beginning shows where the key comes from:
 
 =================  ===============================================================================
 ``order-17``       a str as it is, unless it could be mistaken for one of the forms below
@@ -43,13 +43,10 @@ _NESTED_ID = re.compile(r"\+[0-9]+\Z")
 
 
 def canonical(value: object, *, what: str = "key", task: str) -> str:
-    """Return the canonical text of a raw key or scope: a str, int or UUID, or a tuple of these.
-
-    A subclass of str or int is equal to the plain value that JSON makes of it, a UUID to its text, a list to a tuple.
+    """Return the canonical text of a raw key or scope: a str, int or UUID, or a tuple or list of these.
 
     Raises:
-        InvalidKey: for any other value, for instance bool, None or a lazy translation. The message has types and
-            lengths, never the value.
+        InvalidKey: for any other value, such as a bool. The message has types and lengths, never the value.
     """
     try:
         text = _text(value)
@@ -84,7 +81,7 @@ def _text(value: object, *, nested: bool = False) -> str:
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
-    """Return the key of a call without one: its task id, digested if need be, and how often the task was replaced."""
+    """Return the key of a call without one: its task id, and how often the task was replaced."""
     text = f"@{task_id}"
     if nesting or _NESTED_ID.search(text):
         text = f"{text}+{nesting}"
@@ -93,18 +90,17 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-#: Returns the arguments as the task's body gets them: models instead of their dumps.
+#: Replaces dumps of models by models, as the task's body gets them.
 Validate: TypeAlias = Callable[[Given], Given]
 
 
 class Identifier:
     """The rules for keys, scopes and fingerprints of a task's calls, compiled once.
 
-    ``signature`` is the task's, without ``self``. The keyword arguments but ``validate`` are the values of the options
-    ``idempotency_key`` and so on.
+    ``signature`` is the task's, without ``self``; ``key`` to ``fingerprint`` are the values of its options.
 
     Raises:
-        InvalidOption: if one of them cannot be used with this task.
+        InvalidOption: if an option cannot be used with this task.
     """
 
     def __init__(
@@ -124,8 +120,8 @@ class Identifier:
         self._parameters = parameters = Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
-                f"idempotency_namespace of task {task_name} is 1 to {MAX_CHARS} printable "
-                "characters; the default is the name of the task."
+                f"idempotency_namespace of task {task_name} is 1 to {MAX_CHARS} printable characters; the default is "
+                "the name of the task."
             )
         compiled = partial(compile_rule, parameters=parameters, task=task_name)
         scope_rule = compiled(scope, what="idempotency_scope")
@@ -140,7 +136,7 @@ class Identifier:
                 self._default_forms[name] = form(default)
 
     def identity(self, key: object, scope: object = None) -> Identity:
-        """Return the identity of a raw key and scope; raises as :func:`canonical`."""
+        """Return the identity of a raw key and scope; raise :exc:`InvalidKey` as :func:`canonical`."""
         return self._identity(canonical(key, task=self.task_name), scope)
 
     def identify(
@@ -153,12 +149,12 @@ class Identifier:
         key: object = None,
         scope: object = None,
     ) -> Identified:
-        """Return the identity and fingerprint of a call; ``key`` and ``scope`` were given with it.
+        """Return the identity and fingerprint of a call, of which ``key`` and ``scope`` are part.
 
-        Arguments that do not fit the task's signature give no key: the task will raise TypeError.
+        Arguments that do not fit the signature give no key: the task will raise TypeError.
 
         Raises:
-            KeyMissing: if an argument that the rule for the key names is missing or None.
+            KeyMissing: if an argument that ``idempotency_key`` names is missing or None.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
         given, rule = self._parameters.bind(args, kwargs), self._key
@@ -168,7 +164,7 @@ class Identifier:
             if scope is None and self._scope is not None:
                 scope = self._scope.read(given)
             if key is None and rule is not None:
-                if isinstance(rule, AllArguments):
+                if rule is ALL_ARGUMENTS:
                     digest = self._digest(given, "idempotency_key").hex()
                     return Identified(self._identity(f"*{digest}", scope))
                 key = rule.read(given)
@@ -185,7 +181,7 @@ class Identifier:
         return Identified(identity, self._fingerprint_of(given, args, kwargs))
 
     def by_task_id(self, task_id: str) -> Identified:
-        """Return the identity of a call without a key, or of one whose key or scope cannot be used."""
+        """Return the identity of a call without a usable key."""
         return Identified(Identity(namespace=self.namespace, scope="", key=task_id_key(task_id)))
 
     def _identity(self, key: str, scope: object) -> Identity:
@@ -199,7 +195,7 @@ class Identifier:
         counted: Mapping[str, object]
         if given is None:  # never equal to the fingerprint of a call that fits the signature
             counted = {"*args, **kwargs": [[*(args or ())], kwargs]}
-        elif isinstance(rule, AllArguments):
+        elif rule is ALL_ARGUMENTS:
             counted = given
         elif rule.function is None:
             counted = rule.values(given)
@@ -210,7 +206,7 @@ class Identifier:
         return self._digest(counted, "idempotency_fingerprint")
 
     def _digest(self, counted: Mapping[str, object], what: str) -> bytes:
-        """Return the digest of those that differ from their defaults: a deploy may add a parameter with a default."""
+        """Return the digest of the values that are not defaults: a deploy may add a parameter with one."""
         defaults, parts = self._parameters.defaults, []
         for name in sorted(counted):
             value = counted[name]

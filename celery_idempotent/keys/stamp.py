@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.arguments import MAPPINGS
@@ -22,14 +22,13 @@ from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 #: Headers that a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER, SCOPE_HEADER = "idempotency_key", "idempotency_scope"
 
-#: A client asks for the outcome by the key, so a final failure is stored as FAILED instead of releasing the key.
+#: Asks that a final failure is stored as FAILED: a client will ask for the outcome by the key.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
-#: The header with the stamp: the identity of the message, and its history (how often it was republished).
+#: The header with the stamp.
 STAMP_HEADER = "idempotency"
 
-#: In the stamp of a chain's last step: the task id of the first step. The last step's own is the same each time that
-#: the chain is applied.
+#: In the stamp of a chain's last step, whose task id is the same each time: the task id of the first step.
 RUN = "run"
 
 #: In a stamp: the values of the headers above.
@@ -39,6 +38,7 @@ RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_F
 #: The longest canonical key, scope or namespace, in characters.
 MAX_CHARS: Final = 255
 
+_IDENTITY = frozenset({"key", "scope", "fingerprint"})
 _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
@@ -48,7 +48,7 @@ def as_mapping(headers: object) -> dict[str, object]:
 
 
 def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
-    """Return the stamp of the message with this task id, or ``None``: one with another id is a copy."""
+    """Return the stamp of the message with this task id, ``None`` without one: another id shows a copy."""
     found = headers.get(STAMP_HEADER)
     if found is not None and isinstance(found, MAPPINGS) and found.get("id") != task_id:
         return None
@@ -56,13 +56,11 @@ def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
 
 
 def read_stamp(headers: Mapping[str, object], task_id: str | None) -> dict[str, object]:
-    """Return the stamp of the message with this task id, and the raw headers that a publisher set beside it.
-
-    A raw header that equals the one in another message's stamp was copied with that stamp, and does not count.
-    """
+    """Return the stamp of the message with this task id, and the raw headers that a publisher set beside it."""
     own = as_mapping(stamp_of(headers, task_id))
     if RAW.keys().isdisjoint(headers):
         return own
+    # A raw header that equals the one in another message's stamp was copied with that stamp.
     others = {} if own else as_mapping(headers.get(STAMP_HEADER))
     raw = {
         word: headers[name]
@@ -80,23 +78,22 @@ def with_stamp(
 ) -> dict[str, object]:
     """Return the headers with a stamp for the message with this task id, which replaces the raw headers.
 
-    Raw headers name no task id: a copy of them on another message would count there.
+    Raw headers name no task id: a copy of them on another message would be valid there.
     """
-    said = read_stamp(headers, task_id) if headers else {}
+    info: dict[str, object] = {}
+    if headers:
+        info = read_stamp(headers, task_id)
+        headers = {name: each for name, each in headers.items() if name not in RAW}
     if identified is not None:
-        for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS) if said else ():
-            said.pop(word, None)
-        said |= identified.to_header()
-    stamped = {STAMP_HEADER: {**said, **(more or {}), "id": task_id}}
-    return {**{name: each for name, each in headers.items() if name not in RAW}, **stamped}
+        for word in (RAW_KEY, RAW_SCOPE, *_IDENTITY) if info else ():
+            info.pop(word, None)
+        info |= identified.to_header()
+    return {**headers, STAMP_HEADER: {**info, **(more or {}), "id": task_id}}
 
 
-def message_id(said: Mapping[str, object], task_id: str) -> str:
-    """Return the task id, of a chain's last step with the run of the chain: two messages never share it.
-
-    ``said`` is what :func:`read_stamp` returned.
-    """
-    run = said.get(RUN)
+def message_id(info: Mapping[str, object], task_id: str) -> str:
+    """Return an id that no other message has, from what :func:`read_stamp` returned and the task id."""
+    run = info.get(RUN)
     return f"{task_id}/{run}" if isinstance(run, str) else task_id
 
 
@@ -112,9 +109,6 @@ class Identified:
     identity: Identity
     fingerprint: bytes | None = None
 
-    #: Their items in a stamp.
-    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint"})
-
     def to_header(self) -> dict[str, object]:
         """Return the items for the message's stamp."""
         header: dict[str, object] = {"key": self.identity.key}
@@ -126,15 +120,15 @@ class Identified:
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return the identity in a message's stamp, or None if there is no stamp, or no key in it.
+        """Return the identity in a message's stamp, ``None`` without a stamp or a key in it.
 
         Raises:
-            InvalidKey: if it is malformed. It came over the network: anything may be in it.
+            InvalidKey: for a malformed stamp; it came over the network.
         """
         if header is None:
             return None
         found: Mapping[str, Any] = header if isinstance(header, MAPPINGS) else {}
-        if "id" in found and cls.WORDS.isdisjoint(found):
+        if "id" in found and _IDENTITY.isdisjoint(found):
             return None
         key, scope, digest = found.get("key"), found.get("scope", ""), found.get("fingerprint")
         is_hex = isinstance(digest, str) and _FINGERPRINT_HEX.fullmatch(digest)

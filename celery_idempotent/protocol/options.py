@@ -1,16 +1,11 @@
 """Declares the options of tasks and views: each has a default, and a reader for the user's value.
 
-The options are the fields of a frozen dataclass, an options class. The line ::
+The options are the fields of a frozen dataclass, an options class: :class:`Policy` for a task, ``HttpOptions`` for a
+view. The user gives the option ``lease`` in seconds, the field has milliseconds::
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
 
-is the option ``lease``: the user gives seconds or a timedelta, the field has milliseconds::
-
-    Policy       a task: its attribute idempotency_<name>, or that setting of the app
-    HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
-
-A reader takes the user's value and returns the value of the field. It refuses by raising a ``ValueError`` with the end
-of a sentence; :func:`read_options` adds the beginning::
+A reader refuses a value by raising a ``ValueError`` with the end of a sentence; :func:`read_options` adds the rest::
 
     "must be at least 0.1 seconds"   →   idempotency_lease of task shop.charge must be at least 0.1 seconds.
 """
@@ -36,11 +31,9 @@ Reader = Callable[[object], Any]
 
 
 def option(default: T, read: Callable[[object], T]) -> T:
-    """Declare one option: its default, which is a value of the field, and its reader."""
+    """Declare an option by the default value of its field and its reader."""
     return field(default=default, metadata={"read": read})
 
-
-_LONGEST_S: Final = 10 * 365 * 86_400
 
 # -- readers -----------------------------------------------------------------------------------------------------------
 
@@ -75,7 +68,7 @@ def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
             value = value.total_seconds()
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ValueError("must be seconds or a timedelta")
-        if not 0 <= value <= _LONGEST_S:  # nor is NaN
+        if not 0 <= value <= 10 * 365 * 86_400:  # nor is NaN
             raise ValueError("must be a time between 0 and ten years")
         if value * 1000 < at_least_ms:
             raise ValueError(f"must be at least {at_least_ms / 1000} seconds")
@@ -102,7 +95,7 @@ def fields_by_option(kind: type) -> dict[str, Field[object]]:
 def read_options(
     kind: type[T], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
 ) -> T:
-    """Read the options of a class from ``sources``: pairs of a place, for messages, and the user's values there.
+    """Read an options class from ``sources``: pairs of a place, for messages, and the user's values there.
 
     A later source overrides an earlier one. ``prefix`` stands before the names of options in messages.
 
@@ -111,28 +104,29 @@ def read_options(
     """
     known = fields_by_option(kind)
     values: dict[str, Any] = {}
-    where = ""
     for where, given in sources:
+        refuse_unknown(given, known, where=where, prefix=prefix)
         for name, value in given.items():
-            if name not in known:
-                raise unknown_option(str(name), known, where=where, prefix=prefix)
-            option_field = known[name]
+            read_value = known[name].metadata["read"]
             try:
-                values[option_field.name] = option_field.metadata["read"](value)
+                values[known[name].name] = read_value(value)
             except ValueError as error:
                 raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
     return kind(**values)
 
 
-def unknown_option(
-    name: str, known: Collection[str], *, where: str, prefix: str = ""
-) -> InvalidOption:
-    """Return the error for a name that is no option, with the option that was probably meant."""
+def refuse_unknown(
+    names: Iterable[str], known: Collection[str], *, where: str, prefix: str = ""
+) -> None:
+    """Raise :exc:`InvalidOption` for the first unknown name, with the option that was probably meant."""
+    unknown = [str(each) for each in names if each not in known]
+    if not unknown:
+        return
     from difflib import get_close_matches  # seldom needed, and slow to import
 
-    close = [prefix + each for each in get_close_matches(name, known, n=1) or sorted(known)]
+    close = [prefix + each for each in get_close_matches(unknown[0], known, 1) or sorted(known)]
     hint = f"did you mean {close[0]}?" if len(close) == 1 else f"known are {', '.join(close)}."
-    return InvalidOption(f"{prefix}{name} of {where} is not an option: {hint}")
+    raise InvalidOption(f"{prefix}{unknown[0]} of {where} is not an option: {hint}")
 
 
 # -- the options of a task -------------------------------------------------------------------------------------------
@@ -140,7 +134,6 @@ def unknown_option(
 StoreErrorPolicy = Literal["closed", "open"]
 Mode = Literal["enforce", "observe", "off"]
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
-
 
 #: Options that identify a call; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint")
@@ -155,10 +148,7 @@ _METHODS: Final = frozenset(
 
 _UNSET: Final = object()
 
-
-_serializer_name = accept_if(
-    lambda value: isinstance(value, str), "must be a name of kombu's registry"
-)
+_serializer = accept_if(lambda value: isinstance(value, str), "must be a name of kombu's registry")
 
 
 def _exceptions(value: object) -> tuple[type[Exception], ...]:
@@ -170,7 +160,7 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The options of one task but :data:`KEY_OPTIONS`: ``idempotency_lease = 120`` becomes ``lease_ms=120_000``."""
+    """The options of one task but :data:`KEY_OPTIONS`."""
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
     retention_ms: int = option(24 * 3_600_000, duration())
@@ -183,7 +173,7 @@ class Policy:
     permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
     store_result: bool = option(True, flag)
     max_result_bytes: int = option(1024 * 1024, whole_number)
-    serializer: str | None = option(None, optional(_serializer_name))
+    serializer: str | None = option(None, optional(_serializer))
     on_stale: OnStale = option("interrupt", one_of(OnStale))
     publish_once: bool = option(False, flag)
 
@@ -194,7 +184,7 @@ class Policy:
 
     @cached_property
     def settled_keep_ms(self) -> int:
-        """How long a settled record is kept; a retention of 0 leaves a mark for one lease (see :meth:`forgets`)."""
+        """How long a settled record is kept; a retention of 0 leaves a mark for one lease."""
         return self.retention_ms or self.lease_ms
 
     def forgets(self, record: Record) -> bool:
@@ -205,7 +195,8 @@ class Policy:
 
 
 _TASK_OPTIONS: Final = (*KEY_OPTIONS, *fields_by_option(Policy))
-_KNOWN: Final = (*_TASK_OPTIONS, *SETTINGS)
+#: All options and settings, without our prefix.
+KNOWN: Final = (*_TASK_OPTIONS, *SETTINGS)
 
 
 def read_task_options(
@@ -213,14 +204,14 @@ def read_task_options(
 ) -> tuple[Policy, dict[str, Any]]:
     """Return the policy of a task and the given :data:`KEY_OPTIONS`; an attribute wins over a setting.
 
-    Functions are read from the class: through the instance they would be bound methods. ``setting(name, default)``
-    reads one setting of the app.
+    ``setting(name, default)`` reads one setting of the app.
 
     Raises:
         InvalidOption: for an ``idempotency_*`` attribute that is no option, or a bad value.
     """
     where, given = f"task {name}", dict[str, object]()
     for each in _TASK_OPTIONS:
+        # Not through an instance, which would bind functions.
         value = inspect.getattr_static(task, PREFIX + each, _UNSET)
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
@@ -228,14 +219,13 @@ def read_task_options(
             value = setting(PREFIX + each, _UNSET)
         if value is not _UNSET:
             given[each] = value
-    own = {PREFIX + each for each in (*_TASK_OPTIONS, *_METHODS)}
-    for found in dir(task):
-        if found.startswith(PREFIX) and found not in own:
-            if (each := found.removeprefix(PREFIX)) in SETTINGS:
-                raise InvalidOption(
-                    f"{found} is a setting of the app, not an attribute of {where}."
-                )
-            raise unknown_option(each, _KNOWN, where=where, prefix=PREFIX)
+    named = [each.removeprefix(PREFIX) for each in dir(task) if each.startswith(PREFIX)]
+    for each in SETTINGS:
+        if each in named:
+            raise InvalidOption(
+                f"{PREFIX}{each} is a setting of the app, not an attribute of {where}."
+            )
+    refuse_unknown([n for n in named if n not in _METHODS], KNOWN, where=where, prefix=PREFIX)
     about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
     policy = read_options(Policy, [(where, given)], prefix=PREFIX)
     if policy.atomic and policy.on_store_error == "open":
@@ -244,10 +234,3 @@ def read_task_options(
             "database there is no transaction."
         )
     return policy, about
-
-
-def refuse_unknown_settings(names: list[str]) -> None:
-    """Raise ``InvalidOption`` for an unknown one of these settings with our prefix, naming the one probably meant."""
-    for name in names:
-        if (short := name.removeprefix(PREFIX)) not in _KNOWN:
-            raise unknown_option(short, _KNOWN, where="the app", prefix=PREFIX)

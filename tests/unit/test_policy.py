@@ -288,7 +288,7 @@ class TestWhatTheUserSet:
         app = Celery("g", set_as_current=False)
         app.config_from_object(SimpleNamespace(CELERY_IDEMPOTENCY_LEASE=3), namespace="CELERY")
         app.conf.idempotency_retention = 4
-        assert sorted(own_settings(app)) == ["idempotency_lease", "idempotency_retention"]
+        assert sorted(own_settings(app)) == ["lease", "retention"]
         assert policy(app).retention_ms == 4000
 
 
