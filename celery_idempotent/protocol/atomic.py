@@ -7,9 +7,9 @@
                            │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see run._end_failed), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
-An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. After a deadlock,
-a serialization failure or a lost session the run begins again, up to ``MAX_REPEATS`` times. If the settle could not
-reach the record, the message is published again. Any other error fails the task.
+An error of the settle or the COMMIT comes too late for the body to ask for a retry. After a deadlock, a serialization
+failure or a lost session the run begins again, up to three times. If the settle could not reach the record, the message
+is published again. Any other error fails the task.
 """
 
 from __future__ import annotations
@@ -35,19 +35,12 @@ from celery_idempotent.stores.base import Store, Transaction
 
 logger = logging.getLogger(__name__)
 
-#: How often a run begins again at once when its transaction failed at the very end.
-MAX_REPEATS = 4
-
-#: The first pause before it, in seconds, so that runs that collided do not meet again.
-_FIRST_REPEAT = 0.02
+#: How often a run that was rolled back begins again at once.
+_MAX_REPEATS = 3
 
 
 def transactional(store: Store, task: str) -> Store:
-    """Return the store, if runs can be part of its transactions.
-
-    Raises:
-        StoreMisconfigured: if not.
-    """
+    """Return the store, or raise ``StoreMisconfigured`` if a run cannot be part of its transactions."""
     if store.supports_transactions:
         return store
     raise StoreMisconfigured(
@@ -57,11 +50,7 @@ def transactional(store: Store, task: str) -> Store:
 
 
 def run_body(run: Run, body: Body) -> object:
-    """Call a body in a transaction, and settle as its last statement: see :attr:`.Run.in_transaction`.
-
-    Raises:
-        BaseException: the error of the body, or of the database at the commit.
-    """
+    """Call a body in a transaction whose last statement is the settle: see :attr:`.Run.in_transaction`."""
     if run.phase is Phase.UNGUARDED or run.policy.mode == "observe":
         with transactional(run.open_store(), run.name).unguarded_transaction():
             run.shield.open()
@@ -132,7 +121,7 @@ class _Attempt:
         note_end(run, State.COMPLETED)
 
     def handle_failure(self, error: BaseException) -> None:
-        """Raise the exception that the transaction ended with, unless it was committed or the call claims again."""
+        """Raise the outcome of the transaction, unless it was committed or the call claims again."""
         run, stage = self._run, self._stage
         if self._transaction is not None:
             self._transaction.abandon()
@@ -146,7 +135,6 @@ class _Attempt:
         run.replaced, self.replaced_by = False, None  # its replacement is rolled back as well
         unreachable = STORE_ERRORS if stage is Stage.BEGINNING else StoreUnavailable
         if run.after_rollback is not None:
-            # Free the key, and publish the retry.
             act, run.after_rollback = run.after_rollback, None
             act()
             if not isinstance(error, _NotToCommitError):
@@ -155,7 +143,7 @@ class _Attempt:
             if not find_newer_claim(run):
                 run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
         elif stage is not Stage.BODY and isinstance(error, unreachable):
-            # The message is published again. If it is lost, a sweep sends the call, for the record becomes QUEUED.
+            # The message is published again. If it is lost, a sweep publishes that of the QUEUED record.
             release(run, requeue_ms=run.policy.lease_ms, error=error)
             run.report(signals.store_failed, run.record, error=error)
             run.store_failed(error, begun=True)
@@ -186,12 +174,12 @@ class _Attempt:
         return committed
 
     def _repeat(self, error: Exception) -> None:
-        """Have a run that left nothing behind claim again, if that helps; else raise."""
+        """Have a run that was rolled back claim again if the error is transient; else raise it."""
         run = self._run
         at_end = self._stage in (Stage.SETTLING, Stage.COMMITTING)
         if (
             self._transaction is None
-            or run.repeats >= MAX_REPEATS
+            or run.repeats >= _MAX_REPEATS
             or not self._transaction.is_transient(error, at_end=at_end)
         ):
             raise error
@@ -199,5 +187,6 @@ class _Attempt:
         logger.info(line, run.task_id, run.identity, type(error).__name__)
         run.repeats += 1
         release(run, requeue_ms=run.policy.lease_ms, error=error)
-        run.shield.pause(backoff.seconds(run.repeats, first=_FIRST_REPEAT))
+        # Runs that collided would meet again without it.
+        run.shield.pause(backoff.seconds(run.repeats, first=0.02))
         run.phase = Phase.UNDONE

@@ -25,7 +25,6 @@ from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import atomic
 from celery_idempotent.records import Identity, SettleRequest, State
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.sql import databases
@@ -333,24 +332,22 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
     assert here.store.get(KEY) is None
 
 
-def test_what_collides_to_the_end_fails_the_task(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_collides_to_the_end_fails_the_task_after_three_repeats(place: Callable[..., Place]):
     """Celery's ``autoretry_for`` sees the errors of the body alone."""
     here = place("postgresql", "serializable")
-    monkeypatch.setattr(atomic, "MAX_REPEATS", 0)
     ours: Any = {"base": IdempotentTask, "shared": False, "name": "book"}
 
     @an_app(here.store).task(
         **ours, idempotency_key="name", idempotency_atomic=True, autoretry_for=(OperationalError,)
     )
     def book(name: str) -> None:
+        here.runs += 1
         here.seats(here.alias)
         here.book(here.alias, name)
         here.in_between()
 
     ended = deliver_message(book, message_of(book, ("ann",), {}))
-    assert ended.state == "FAILURE"
+    assert (ended.state, here.runs) == ("FAILURE", 4)
     assert not ended.published
     assert here.store.get(Identity(namespace="book", key="ann")) is None
     assert "ann" not in here.names()
