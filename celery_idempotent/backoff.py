@@ -11,22 +11,19 @@ from celery_idempotent.errors import StoreUnavailable
 
 T = TypeVar("T")
 
-#: The first pause and the longest one, in seconds, where a loop has no reason for others.
+#: The default of the first and of the longest pause, in seconds.
 FIRST, LONGEST = 0.05, 5.0
 
 
 def seconds(failures: int, *, first: float = FIRST, longest: float = LONGEST) -> float:
-    """Return how long to wait after so many failures in a row: a random time, at least half of the doubled pause."""
+    """Return the pause after so many failures in a row: a random time of at least half of the doubled pause."""
     return min(first * 2.0 ** min(failures - 1, 30), longest) * random.uniform(0.5, 1)
 
 
 def pause(
     failures: int, *, until: float = float("inf"), first: float = FIRST, longest: float = LONGEST
 ) -> bool:
-    """Wait before the next try; return ``False`` at once if ``until`` (``time.monotonic``) has passed.
-
-    The last pause ends exactly then, and one last try follows.
-    """
+    """Wait before the next try, the last one at ``until`` (``time.monotonic``); ``False`` if that has passed."""
     left = until - time.monotonic()
     if left <= 0:
         return False
@@ -41,11 +38,7 @@ def persist(
     errors: type[Exception] | tuple[type[Exception], ...] = StoreUnavailable,
     longest: float = LONGEST,
 ) -> T:
-    """Return the answer of ``ask``, which is called again after each of ``errors`` until ``until``.
-
-    Raises:
-        StoreUnavailable: or another of ``errors``, if no call returned.
-    """
+    """Return the answer of ``ask``, called again after each of ``errors`` until ``until``; raise the last one."""
     failures = 0
     while True:
         try:

@@ -1,8 +1,7 @@
-"""Every error that the library raises, and what each one asks of its reader.
+"""The errors of the library; the first line of a docstring is the default message.
 
-The first line of a docstring is the default message. Each error survives Celery's result backend: it pickles, and it is
-rebuilt from the JSON form, which calls the class with its ``args``. Messages name task, key and scope, never arguments
-or results.
+Each error survives Celery's result backend: it pickles, and its JSON form calls the class with its ``args``. Messages
+name task, key and scope, never arguments or results.
 """
 
 from __future__ import annotations

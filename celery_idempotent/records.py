@@ -10,7 +10,7 @@ from typing import Literal
 
 #: A fingerprint is the first 16 bytes of a SHA-256.
 FINGERPRINT_BYTES = 16
-#: The length of an attempt id: a repeated claim with the same id gets the same answer.
+#: A repeated claim with the same attempt id gets the same answer.
 ATTEMPT_BYTES = 8
 
 #: How a sweep treats a stale record: note the crash; fail it for good; send its message again.
@@ -44,7 +44,7 @@ EndState = Literal[State.COMPLETED, State.FAILED]
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Identity:
-    """One key in one scope in one namespace, all in canonical form (see :mod:`.keys`)."""
+    """One key in one scope in one namespace, in canonical form (see :mod:`.keys`)."""
 
     namespace: str
     scope: str = ""
@@ -60,7 +60,7 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
-#: What duplicates do where a record was settled without its value or exception; the end of a log line.
+#: The end of a log line: what duplicates of a record without value or exception do.
 WITHOUT_VALUE = {
     State.COMPLETED: "will look for it in the result backend",
     State.FAILED: "get ResultUnavailable",
@@ -69,11 +69,11 @@ WITHOUT_VALUE = {
 
 @dataclass(slots=True, kw_only=True)
 class Stored:
-    """A serialized value or exception, as kombu's registry wrote it; the ``repr`` goes to logs, without the body."""
+    """A serialized value or exception, as kombu's registry wrote it."""
 
     content_type: str
     content_encoding: str
-    body: bytes = field(repr=False)
+    body: bytes = field(repr=False)  # a repr goes to logs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,11 +82,10 @@ class Record:
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of a lease, or the moment
     from which the message of a QUEUED record is lost. ``worker`` is ``hostname:pid/id`` until the record is settled.
-    ``value`` is the result or the exception, ``None`` when it was not kept. ``replaced``: another task has the task id
-    now; ``delivered``: the callbacks were sent; ``reserved``: the key was reserved before its message was published, in
-    a transaction that may still be rolled back if ``uncommitted``; ``swept``: a sweep ended the claim or settled the
-    record, and its owner may go on with its token. ``message`` is published when the key is requeued. ``note`` is the
-    last operation of a person: which, by whom, and why.
+    ``value`` is the result or the exception, if it was kept. ``replaced``: another task has the task id; ``delivered``:
+    the callbacks were sent; ``reserved``: before the publish, in a transaction that may still be rolled back if
+    ``uncommitted``; ``swept``: a sweep ended the claim or settled the record, and its owner may go on with its token.
+    ``message`` is published when the key is requeued. ``note`` is the last operation of a person, by whom, and why.
     """
 
     identity: Identity
@@ -147,10 +146,9 @@ class Record:
 
 @dataclass(slots=True, kw_only=True)
 class ClaimRequest:
-    """A worker's request for a key: for whom, and for how long.
+    """A worker's request for a key; while the claim holds, the same ``attempt`` gets the same token again.
 
-    While a claim holds, the same ``attempt`` (8 random bytes) gets the same token again. The record lives ``keep_ms``
-    longer than its lease. If that runs out, a sweep does as ``on_stale`` says, and may publish ``message``.
+    The record lives ``keep_ms`` longer than its lease. Once that ran out, a sweep follows ``on_stale``.
     """
 
     identity: Identity
@@ -166,9 +164,9 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ReserveRequest:
-    """A publisher's request for a key, for a message that is taken for lost ``deadline_ms`` from now.
+    """A publisher's request for a key whose message counts as lost ``deadline_ms`` from now.
 
-    A sweep sends the ``message`` then if no worker has claimed the key. The record lives ``keep_ms`` longer.
+    A sweep then sends the ``message`` if no worker has claimed the key. The record lives ``keep_ms`` longer.
     """
 
     identity: Identity
@@ -184,10 +182,9 @@ class ReserveRequest:
 class SettleRequest:
     """The end of the claim that returned ``record``, for a store to keep for ``keep_ms``.
 
-    Without ``restore`` (from a caller that did not run it) a record that is gone stays gone, and one in another state
-    than ``record`` stays as it is; a FAILED one ends anew if ``record`` was FAILED. ``swept``: it comes from a sweep,
-    and the owner may still replace it. An operator's ``note`` gives the record a new token, which refuses the earlier
-    run.
+    Without ``restore``, from a caller that did not run it, a record that is gone or in another state than ``record``
+    stays so. ``swept``: it comes from a sweep, and the owner may still replace it. An operator's ``note`` gives the
+    record a new token, which refuses the earlier run.
     """
 
     record: Record
@@ -209,12 +206,8 @@ class ResultWrite:
     expires_s: int
 
 
-class SettledWith(enum.Enum):
-    """The outcome of a settle that brought the task's result along."""
-
-    LOST = "the key has another token: neither the end state nor the result is written"
-    NOTHING = "the end state is written; the result is left to its backend"
-    RESULT = "the end state is written, and the result is stored and published"
+#: The outcome of a settle with the task's result: nothing is written; the end state; also the result.
+SettledWith = Literal["lost", "settled", "stored"]
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
@@ -229,7 +222,7 @@ class Renewal:
 
 @dataclass(slots=True)
 class Claimed:
-    """The caller has the key now: run."""
+    """The caller has the key: run."""
 
     record: Record
 
@@ -259,15 +252,12 @@ class Mismatched:
 
 @dataclass(slots=True)
 class Reserved:
-    """The key waits for the message that we are about to publish, under the record's task id."""
+    """The key waits for the message that is to be published under the record's task id."""
 
     record: Record
 
 
-#: What a reservation can answer.
 Reservation = Reserved | Held | Settled | Mismatched
-
-#: What a claim can answer.
 Answer = Claimed | Held | Settled | Mismatched
 
 
@@ -285,10 +275,7 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Records of which everything given is true; an empty set allows any value.
-
-    ``stale``: PROCESSING with a lease that ran out. ``since_ms`` and ``before_ms``: when it changed its state.
-    """
+    """Records of which everything given is true; an empty set allows any value, times are of the last change."""
 
     states: frozenset[State] = frozenset()
     namespace: str | None = None
@@ -319,7 +306,7 @@ class Selection:
         )
 
     def includes(self, record: Record, now_ms: int) -> bool:
-        """Is this one of them, at ``now_ms`` of the store's clock?"""
+        """Is this one of the records, at ``now_ms`` of the store's clock?"""
         return (
             record.state in self.wanted
             and self.names(record.identity)
@@ -341,9 +328,9 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
+    """The number of records that are not completed; ``live`` and ``stale`` ones are PROCESSING or QUEUED.
 
-    ``live`` and ``stale`` are PROCESSING and QUEUED. ``at_least`` names the counts that are only lower bounds.
+    ``at_least`` names the counts that are only lower bounds.
     """
 
     live: int
@@ -362,7 +349,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """How often something happened to a task within one hour, which counts from the epoch."""
+    """How often an outcome happened to a task within one hour, counted from the epoch."""
 
     hour: int
     task: str

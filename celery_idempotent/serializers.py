@@ -1,7 +1,4 @@
-"""Results and exceptions to bytes and back, through kombu's registry of serializers.
-
-What comes back is what Celery's own result backend would give with the same serializer.
-"""
+"""Results and exceptions to bytes and back, through kombu's registry, as Celery's result backend does it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from kombu.utils import json
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-#: The content type of kombu's JSON.
 JSON: Final = "application/json"
 
 _dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
@@ -29,7 +25,7 @@ encode_json: Callable[[object], str] = json.JSONEncoder().encode
 
 
 class NotStored(ValueError):
-    """A value cannot be serialized, or is too large; the text never has the value itself."""
+    """A value cannot be serialized, or is too large; the message is without the value."""
 
 
 class Serializer:
@@ -56,13 +52,11 @@ class Serializer:
             )
 
     def dump(self, value: object, *, max_bytes: int | None = None) -> Stored:
-        """Serialize a value of at most ``max_bytes``, if it can be read back.
-
-        Most formats write values that they cannot read: msgpack dicts with keys of int, pickle exceptions whose class
-        takes other arguments.
+        """Serialize a value of at most ``max_bytes``.
 
         Raises:
-            NotStored: for any other value.
+            NotStored: if it is larger, or cannot be read back: msgpack writes dicts with keys of int, pickle writes
+                exceptions whose class takes other arguments.
         """
         content_type, content_encoding = JSON, "utf-8"
         try:
@@ -129,10 +123,7 @@ def from_bytes(content: bytes) -> Stored:
 
 
 def first_accepted(first: str, accept: Iterable[str]) -> str:
-    """Return ``first``, or the first installed format that the app accepts: it may write msgpack for others alone.
-
-    If there is none, :class:`Serializer` refuses ``first``.
-    """
+    """Return ``first``, which an app may write for others alone, or the first installed format that it accepts."""
     names = [_names.get(each, each) for each in (first, *accept)]
     readable = (n for n in names if {n, _types.get(n)} & set(accept) and installed(n))
     return next(readable, names[0])

@@ -19,13 +19,13 @@ def real_app(app: Celery) -> Celery:
 
 
 def loaded(app: Celery) -> Any:
-    """Return the app's settings, loaded: until one is read, ``app.conf`` is an empty placeholder."""
+    """Return the app's settings; until one is read, ``app.conf`` is an empty placeholder."""
     app.conf.get("task_acks_late")
     return app.conf
 
 
 def own_settings(app: Celery) -> list[str]:
-    """Return the app's settings with our prefix, without it, as the user set them in whatever form Celery takes."""
+    """Return the names of the settings with our prefix, without it, in whatever form the user set them."""
     conf = loaded(app)
     prefix = (getattr(conf, "prefix", None) or "").lower()
     names = [str(name) for mapping in _set_by_user(conf) for name in list(mapping.keys())]

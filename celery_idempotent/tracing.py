@@ -15,8 +15,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from celery_idempotent.events import facts
-from celery_idempotent.signals import OUTCOMES, OutcomeSignal
+from celery_idempotent.signals import OUTCOMES, OutcomeSignal, facts
 
 try:
     from opentelemetry import trace

@@ -22,7 +22,7 @@ redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]
 
-from celery_idempotent.events import counters  # noqa: E402
+from celery_idempotent.signals import counters  # noqa: E402
 from tests.support.ledger import LEDGER_VARIABLE, Ledger  # noqa: E402
 from tests.support.proxy import Proxy  # noqa: E402
 from tests.support.servers import (  # noqa: E402

@@ -26,11 +26,11 @@ from celery import Task
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.typed import AnyTask, TaskBase
 from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
-from celery_idempotent.events import Reporter
 from celery_idempotent.keys.rules import Identifier, Validate
 from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol.options import KNOWN, Policy, read_task_options, refuse_unknown
 from celery_idempotent.settings import PREFIX, own_settings
+from celery_idempotent.signals import Reporter
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

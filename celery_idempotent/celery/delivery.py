@@ -27,13 +27,13 @@ from celery.utils import uuid
 from celery_idempotent.celery import callbacks, fused, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
-from celery_idempotent.events import worker_name
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
 from celery_idempotent.protocol.run import execute
-from celery_idempotent.records import EndState, Record, SettledWith, SettleRequest, State
+from celery_idempotent.records import EndState, Record, SettleRequest, State
+from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ class Delivery(republish.DeliveredRun):
         if result is None:
             return self.store.settle(end)
         written = self.store.settle_with_result(end, result)
-        if written is SettledWith.RESULT:
+        if written == "stored":
             self.request.ignore_result = True  # Celery's tracer leaves it alone
-        return written is not SettledWith.LOST
+        return written != "lost"
 
     def settled(self, state: EndState) -> None:
         """Have the record marked once Celery has sent the callbacks."""

@@ -21,9 +21,9 @@ from celery_idempotent import signals
 from celery_idempotent.celery import sweep
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
-from celery_idempotent.events import Details, Line, printable, worker_name
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.signals import Details, Line, printable, worker_name
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

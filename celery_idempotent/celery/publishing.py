@@ -31,11 +31,11 @@ from celery_idempotent.celery.canvas import AnySignature, Place, derive_ids, wit
 from celery_idempotent.celery.definition import DefinedTask, Definition, may_guard
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
-from celery_idempotent.events import Line
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run, release, run_in_progress
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, ReserveRequest, State
+from celery_idempotent.signals import Line
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from celery_idempotent import signals
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
-from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
 from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import Serializer
 from celery_idempotent.settings import names_of
+from celery_idempotent.signals import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from celery_idempotent.errors import (
     InProgress,
     InvalidOption,
 )
-from celery_idempotent.events import counters
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
@@ -37,6 +36,7 @@ from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.run import release, run_in_progress, unguarded
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
+from celery_idempotent.signals import counters
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from celery_idempotent.celery import republish
 from celery_idempotent.celery.callbacks import OUTCOME, brings_callbacks
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.celery.sweep import report_record
-from celery_idempotent.events import counters, worker_name
 from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.records import Identity, State
+from celery_idempotent.signals import counters, worker_name
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:

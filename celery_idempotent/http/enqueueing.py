@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from celery_idempotent.celery.task import IdempotentTask
-    from celery_idempotent.events import Details
-    from celery_idempotent.signals import OutcomeSignal
+    from celery_idempotent.signals import Details, OutcomeSignal
 
 logger = logging.getLogger(__name__)
 

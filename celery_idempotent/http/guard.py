@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
-from celery_idempotent.events import Reporter, worker_name
 from celery_idempotent.http.answers import UNSURE, Answer, RequestRefused, read_response
 from celery_idempotent.http.options import HttpOptions
 from celery_idempotent.http.status import failure_of
@@ -29,6 +28,7 @@ from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Body, Run, execute
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.serializers import Serializer
+from celery_idempotent.signals import Reporter, worker_name
 from celery_idempotent.stores import Store
 
 T = TypeVar("T")

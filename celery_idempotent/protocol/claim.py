@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: The longest pause between two tries while the body waits for the store, in seconds.
-_LONGEST_PAUSE = 1.0
-
 
 class Phase(enum.Enum):
-    """The progress of a run as its worker knows it. Only the run assigns it; the store decides by the token."""
+    """The progress of a run as its worker knows it; the store decides by the token."""
 
     CLAIMING = "the key is not ours yet"
     RUNNING = "the body is running, and the heartbeat renews the lease"
@@ -42,7 +39,6 @@ class Phase(enum.Enum):
 
 _BODY_RUNS = (Phase.RUNNING, Phase.UNGUARDED, Phase.RELEASED)
 
-#: The run in progress.
 current_run: ContextVar[Claim | None] = ContextVar("idempotency_run", default=None)
 
 
@@ -81,12 +77,10 @@ class Claim:
     policy: Policy
     codec: Codec
     store: Store
-    #: The record as it was when the key was claimed.
+    #: As it was claimed.
     record: Record
-    #: The results of the recorded steps, by their names.
     steps: dict[str, Stored]
-    #: When the claim, or its last renewal, was sent (``time.monotonic``): the store got it later, and the claim lives
-    #: for at least a lease from here.
+    #: When the claim, or its last renewal, was sent (``time.monotonic``): it lives for at least a lease from here.
     renewed_at = 0.0
 
     def __repr__(self) -> str:
@@ -94,7 +88,7 @@ class Claim:
 
     @property
     def key(self) -> str:
-        """The canonical key, the same for every run of the operation."""
+        """The canonical key."""
         return self.identity.key
 
     @property
@@ -104,7 +98,7 @@ class Claim:
 
     @property
     def token(self) -> int:
-        """The fencing token: it grows with every claim of this key, so that a resource can refuse an older one."""
+        """The fencing token, which grows with every claim of this key: a resource can refuse an older one."""
         return self.record.token
 
     @property
@@ -122,22 +116,20 @@ class Claim:
         )
 
     def renew(self) -> None:
-        """Renew the lease. A store that does not answer is asked again, until the lease may have run out.
-
-        In mode ``"observe"`` this does nothing.
+        """Renew the lease; in mode ``"observe"`` this does nothing.
 
         Raises:
             LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store did not answer before the lease may have run out.
+            StoreUnavailable: if the store, asked repeatedly, did not answer before the lease may have run out.
         """
         if self._is_unprotected:
             return
         until = self.renewed_at + self.policy.lease_ms / 1000
-        if not backoff.persist(self._try_renew, until=until, longest=_LONGEST_PAUSE):
+        if not backoff.persist(self._try_renew, until=until, longest=1.0):
             raise self._gone()
 
     def ensure(self) -> None:
-        """Check that this run still holds the claim, before an irreversible action. The same as :meth:`renew`."""
+        """Check that this run still holds the claim before an irreversible action: the same as :meth:`renew`."""
         self.renew()
 
     def _try_renew(self) -> bool:
@@ -158,7 +150,7 @@ class Claim:
     # -- parts of the operation ----------------------------------------------------------------------------------------
 
     def derived_key(self, name: str) -> str:
-        """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
+        """Return a UUID for one part of the operation, for an outside system; it is the same for every run."""
         identity = self.identity
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
@@ -167,16 +159,15 @@ class Claim:
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one part of the operation once: ``charge = self.idempotency.step("charge", provider.charge, amount)``.
 
-        Its result is written to the record before this returns, and a later run of the same key gets it without a call
-        of ``function``. If the process dies between the two, the next run calls it again: hand :meth:`derived_key` to
-        the outside system, so that it recognises the repetition.
+        The result is written to the record before this returns; a later run of the key gets it without a call. If the
+        process dies before the write, the next run calls ``function`` again: hand :meth:`derived_key` to the outside
+        system, so that it recognises the repetition.
 
-        The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
-        have different names. In an atomic task ``function`` must not write to the database of its transaction.
+        The result is always as the serializer makes it (a tuple as a list). Steps of one task have different names. In
+        an atomic task ``function`` must not write to the database of its transaction.
 
         Raises:
-            LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else its effect
-                was not recorded.
+            LeaseLost: if the claim is gone: ``function`` was not called, or its effect was not recorded.
             StoreUnavailable: if the store could not be reached for the length of a lease.
             IdempotencyError: if the result cannot be serialized, or is too large.
         """
@@ -189,12 +180,10 @@ class Claim:
             with nullcontext() if self.transaction is None else self.transaction.read_only():
                 result = function(*args, **kwargs)
             done = self.codec.dump_step(name, result)
-            # Tried for a lease: the next run repeats a step that was not written.
-            write = partial(
-                self.store.checkpoint, self.identity, token=self.token, name=name, value=done
-            )
+            checkpoint = self.store.checkpoint
+            write = partial(checkpoint, self.identity, token=self.token, name=name, value=done)
             until = time.monotonic() + self.policy.lease_ms / 1000
-            if not backoff.persist(write, until=until, longest=_LONGEST_PAUSE):
+            if not backoff.persist(write, until=until, longest=1.0):
                 raise self._gone()
             self.steps[name] = done
         return self.codec.load_value(self.steps[name])  # type: ignore[return-value]  # as above

@@ -7,9 +7,9 @@ With a lease of 60 seconds::
     40 s   renew: no answer    the lease ends at  80 s: there are 40 seconds left to try again
     41 s   renew               the lease ends at 101 s
 
-A renewal without an answer is repeated. A renewal that the store refuses means that the claim is lost: a newer one has
-the key, or the record is gone. Its run goes on, because a thread cannot be stopped from outside; its result is stored
-only if there is no newer claim.
+A renewal without an answer is repeated. A refused one means that the claim is lost: the key has a newer one, or no
+record. Its run goes on, because a thread cannot be stopped from outside; its result is stored only if there is no newer
+claim.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.events import counters
 from celery_idempotent.protocol.claim import Claim, Phase
+from celery_idempotent.signals import counters
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
-#: A renewal that could not reach the store is tried again after this many seconds at the latest.
-RETRY_AFTER = 1.0
-
-#: The thread wakes up after this many seconds at the latest: it also writes the counts of the process.
+#: The thread wakes up after this many seconds at the latest, to write the counts of the process.
 TICK = 5.0
-
-#: A worker or a process that ends waits this many seconds for its last counts to be written.
-EXIT_TIMEOUT = 2.0
 
 _NEVER = float("inf")
 
@@ -48,19 +42,18 @@ _NEVER = float("inf")
 class Heartbeat:
     """Renews every claim of this process at a third of its lease, from one daemon thread.
 
-    A run wakes the thread only if its lease is to be renewed before the thread would look: a task shorter than a third
-    of its lease costs no renewal, no lock and no wake-up. No lock is needed, because each side writes, then reads::
+    A run wakes the thread only if its renewal is due before the thread would look: a task shorter than a third of its
+    lease costs no renewal and no wake-up. No lock is needed, because each side writes, then reads::
 
         run       _due[run] = 20 s ──▶ reads _looks_at
         thread    _looks_at = 25 s ──▶ reads _due         one of the two sees the other
 
-    ``_looks_at`` is infinite while the thread is busy or not started. The thread also writes the counts of the process;
-    a publisher has it for that alone. A forked child starts anew, without the parent's claims.
+    ``_looks_at`` is infinite while the thread is busy or not started. A publisher has the thread for its counts alone.
+    A forked child starts anew, without the parent's claims.
 
-    The thread sleeps on a lock, its bell. It is not in ``threading.enumerate()``, where test suites look for threads
-    that a test left behind. Where gevent or eventlet has patched ``threading`` the thread is a greenlet, and its bell
-    must be a lock of theirs: it is made with the thread, however early this module was imported. Nothing that could
-    switch greenlets is done under the other lock.
+    The thread is not in ``threading.enumerate()``, where test suites look for threads that a test left behind. It
+    sleeps on a lock, its bell. Where gevent or eventlet has patched ``threading`` the thread is a greenlet, and the
+    bell must be a lock of theirs: it is made with the thread, however early this module was imported.
     """
 
     def __init__(self) -> None:
@@ -83,7 +76,7 @@ class Heartbeat:
             self._ring()
 
     def remove(self, claim: Claim) -> None:
-        """Let ``claim`` go; a renewal under way may still end after this."""
+        """Stop renewing ``claim``; a renewal in progress may still end after this."""
         self._due.pop(claim, None)
 
     def start(self) -> None:
@@ -95,10 +88,10 @@ class Heartbeat:
                 self._started = counters.has_writer = True
 
     def finish(self) -> None:
-        """Have the thread write the last counts, and wait for that a little: a process or a worker ends."""
+        """Have the thread write the last counts, and wait for that up to two seconds: the process ends."""
         if not self._started:
             return
-        until = time.monotonic() + EXIT_TIMEOUT
+        until = time.monotonic() + 2.0
         self._writes_now = True
         self._ring()
         while self._writes_now and time.monotonic() < until:
@@ -109,7 +102,7 @@ class Heartbeat:
             self._bell.release()
 
     def _beat(self) -> None:
-        """Be the thread: renew what is due, write the counts, sleep until the next lease is due."""
+        """Renew due claims, write the counts, sleep until the next claim is due; this is the thread."""
         while True:
             self._renew_due()
             if self._writes_now:
@@ -152,8 +145,7 @@ class Heartbeat:
                 claim.renewed_at = sent
                 self._due[claim] = sent + claim.policy.lease_ms / 3000
             elif renewed is None:
-                wait = min(claim.policy.lease_ms / 9000, RETRY_AFTER)
-                self._due[claim] = time.monotonic() + wait
+                self._due[claim] = time.monotonic() + min(claim.policy.lease_ms / 9000, 1.0)
             else:
                 self.remove(claim)
                 claim.lost = True
@@ -161,7 +153,6 @@ class Heartbeat:
                 logger.warning(line, claim.identity, claim.token)
 
 
-#: The heartbeat of this process.
 heartbeat = Heartbeat()
 counters.start_writer = heartbeat.start
 # A daemon thread lives until all atexit functions have returned; no new thread can be started at that time.

@@ -1,4 +1,4 @@
-"""A run: claim, refuse poison, heartbeat, body, settle or release, report; independent of Celery.
+"""A run: claim, refuse poison, heartbeat, body, settle or release, report.
 
 ::
 
@@ -11,7 +11,7 @@
       ├────▶ Mismatched ──▶ FingerprintMismatch
       └────▶ no answer ───▶ store_failed, or a run without protection
 
-The caller, a delivery of a task or a request of a view, is a subclass of :class:`Run`: its hooks answer the call.
+The caller, a delivery of a task or a request of a view, is a subclass of :class:`Run`, whose hooks answer the call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from celery_idempotent import backoff, errors, signals
 from celery_idempotent.errors import STORE_ERRORS
-from celery_idempotent.events import FAILED_WITHOUT_RUN, Details, Reporter
 from celery_idempotent.protocol.claim import Claim, Phase, current_run
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.shield import NO_SHIELD, Shield, VerbInterruptedError, shields
@@ -48,11 +47,10 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
+from celery_idempotent.signals import Details, Reporter
 from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
@@ -68,13 +66,7 @@ OnCommit = Callable[[Callable[[], None]], None]
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
 
-#: A duplicate that waits for the holder looks again after these times, in seconds.
-_FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
-
-#: A value of this many bytes may be why a server closes the connection, as if it were away.
-LARGE_VALUE = 64 * 1024
-
-#: The outcome that a duplicate of an observed task would have had, by the answer to its claim.
+#: The outcomes of an observed task's duplicates, by the answer to the claim.
 _OBSERVED = {
     Held: signals.conflicted,
     Settled: signals.replayed,
@@ -87,26 +79,25 @@ class Run(Claim):
 
     #: Exceptions by which a body directs its message; they are never failures.
     control: tuple[type[Exception], ...] = ()
-    #: Every worker gets this message under one task id, and runs it: without protection.
+    #: Every worker gets this message under one task id, and runs it without protection.
     is_broadcast = False
     #: Does any exception settle FAILED, not only a permanent one? A client asks for the outcome.
     keeps_failure = False
-    #: What a sweep publishes if the claim goes stale.
+    #: A sweep publishes it if the claim goes stale.
     message: bytes | None = None
     #: The body replaced its task by another one, which has its task id.
     replaced = False
-    #: Runs the body in one transaction with its record: :func:`.atomic.run_body`, if the policy is atomic.
+    #: Of an atomic policy: :func:`.atomic.run_body`.
     in_transaction: Callable[[Run, Body], object] | None = None
     #: How often the database rolled this call back at its end.
     repeats = 0
-    #: Called after a rollback: releases the key and, unless the run is eager, publishes a retry.
+    #: Releases the key after a rollback and, unless the run is eager, publishes a retry.
     after_rollback: Callable[[], object] | None = None
     #: Returns the ``on_commit`` of each transaction that the caller of an eager run has open, none if the record is
     #: part of one: the run is settled after their COMMIT.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Is :meth:`settled` to be called?
     has_callbacks = False
-    #: When the settle began (``time.monotonic``).
     settling_since = 0.0
     #: How often a waiting duplicate has asked for the key.
     polls = 0
@@ -143,7 +134,7 @@ class Run(Claim):
         raise NotImplementedError
 
     def write_end(self, end: SettleRequest) -> bool:
-        """Write the end state, and what fits into the same step; ``False``: a newer claim has the key."""
+        """Write the end state, with the task's result if possible; ``False``: a newer claim has the key."""
         return self.store.settle(end)
 
     def settled(self, state: EndState) -> None:
@@ -230,10 +221,7 @@ def execute(run: Run, body: Body) -> object:
 
 
 def _run_body(run: Run, record: Record, body: Body) -> object:
-    """Heartbeat, body, settle or release. A phase of UNDONE then means that there is no value.
-
-    No signal strikes in this function itself (:mod:`.shield`): a body that returned is settled.
-    """
+    """Heartbeat, body, settle or release. A phase of UNDONE then means that there is no value."""
     run.record, run.steps, run.phase = record, dict(record.steps), Phase.RUNNING
     outer = current_run.set(run)
     # An atomic run holds a lock of its database instead; another thread does not see a record in an open transaction.
@@ -278,9 +266,7 @@ def refuse_unfinished(run: Run, value: Any) -> None:
 
 
 def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:
-    """Return the answer of a verb of the store; without one ask again, ``until`` then (``time.monotonic``).
-
-    A process that is ending asks once more, at once.
+    """Return the answer of a verb; without one ask again ``until`` then, a process that is ending once, at once.
 
     Raises:
         Exception: of the last try; ``StoreUnavailable`` if a signal interrupted that.
@@ -335,22 +321,19 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         run.store = run.open_store()
         claim = partial(run.store.claim, request)
         answer = _ask(run, claim, until=until)
-        while not policy.retention_ms and _is_mark(answer, run):
+        # The mark of a retention of 0 answers only redeliveries of its own message.
+        while (
+            not policy.retention_ms
+            and isinstance(answer, (Settled, Mismatched))
+            and answer.record.task_id != run.task_id
+            and policy.forgets(answer.record)
+        ):
             forget = partial(run.store.forget_mark, run.identity, token=answer.record.token)
             _ask(run, forget, until=until)
             answer = _ask(run, claim, until=until)
     except STORE_ERRORS as error:
         return error
     return answer
-
-
-def _is_mark(answer: Answer, run: Run) -> TypeGuard[Settled | Mismatched]:
-    """Is this the mark of a retention of 0? A settled record then answers only redeliveries of its own message."""
-    return (
-        isinstance(answer, (Settled, Mismatched))
-        and answer.record.task_id != run.task_id
-        and run.policy.forgets(answer.record)
-    )
 
 
 def _wait_for_holder(run: Run, left_ms: int) -> bool:
@@ -365,13 +348,12 @@ def _wait_for_holder(run: Run, left_ms: int) -> bool:
         return False
     run.polls += 1
     # The holder's lease may end before the next look would be due.
-    longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
-    pause = backoff.seconds(run.polls, first=_FIRST_LOOK, longest=longest)
-    return run.shield.pause(min(pause, left))
+    longest = max(min(left_ms / 1000, 0.5), 0.001)
+    return run.shield.pause(min(backoff.seconds(run.polls, first=0.02, longest=longest), left))
 
 
 def _refuse_poison(run: Run, record: Record) -> bool:
-    """Settle FAILED a key that is not to run again (celery #9082); the next claim finds that record."""
+    """Settle FAILED a key that is not to run again (celery #9082); the next claim replays that."""
     crashes, policy = record.crashes, run.policy
     error: errors.IdempotencyError
     if policy.on_stale == "fail":
@@ -392,8 +374,8 @@ def _refuse_poison(run: Run, record: Record) -> bool:
     run.record = record
     try:
         if run.store.settle(end_of(run, State.FAILED, error)):
-            about: Details = {"state": State.FAILED, "error": error, "line": FAILED_WITHOUT_RUN}
-            run.report(signals.settled, record, **about)
+            line = signals.FAILED_WITHOUT_RUN
+            run.report(signals.settled, record, state=State.FAILED, error=error, line=line)
         else:
             run.report(signals.lease_lost, record)
     except STORE_ERRORS as trouble:  # nothing ran: the message comes back
@@ -406,7 +388,7 @@ def _refuse_poison(run: Run, record: Record) -> bool:
 
 
 def _settle(run: Run, state: EndState, outcome: Any) -> None:
-    """Write the end state, now or once all transactions that the caller has open are committed.
+    """Write the end state, now or after the COMMIT of all transactions that the caller has open.
 
     After a rollback of one of them the lease ends the claim.
     """
@@ -461,11 +443,12 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
         nonlocal end, tries
         tries += 1
         try:
-            # Later tries write the record alone: the task's result may be what failed, and Celery stores it as ever.
+            # Later tries write the record alone: the task's result may be the cause, and Celery stores it anyway.
             return run.store.settle(end) if tries > 1 else run.write_end(end)
         except Exception as error:
             is_away = isinstance(error, (errors.StoreUnavailable, VerbInterruptedError))
-            is_large = end.value is not None and len(end.value.body) >= LARGE_VALUE
+            # A server may close the connection at a large value, as if it were away.
+            is_large = end.value is not None and len(end.value.body) >= 64 * 1024
             if tries > 1 and end.value is not None and (is_large or not is_away):
                 _warn_without_value(run, end.state, error)
                 end = replace(end, value=None)
@@ -544,8 +527,8 @@ def _end_failed(run: Run, error: BaseException) -> None:
 def _is_final(run: Run, error: BaseException) -> bool:
     """Do duplicates get this error?
 
-    Settling FAILED deletes the steps, which a client who repeats a failed request would run again: a run with steps is
-    released. After a permanent error there is no new run.
+    Settling FAILED deletes the steps, so that a client who repeats a failed request would run them again: a run with
+    steps is released. After a permanent error there is no new run.
     """
     if isinstance(error, (*run.control, errors.LeaseLost)) or not isinstance(error, Exception):
         return False
@@ -555,9 +538,9 @@ def _is_final(run: Run, error: BaseException) -> bool:
 def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None) -> bool:
     """Give the key back, or leave it to the lease if the store is away; ``False``: there was nothing to release.
 
-    Also from within the body, before a retry or a replacement with this key is published. ``requeue_ms``: the call
-    comes again within this time, or a sweep sends the record's message, if any. Where ``error`` ends the process there
-    is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
+    The body calls this before a retry or a replacement with this key is published. ``requeue_ms``: the call comes again
+    within this time, or a sweep sends the record's message. Where ``error`` ends the process there is one try: at a
+    hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
     """
     was_closed = run.shield.close()
     run.phase = Phase.RELEASED
@@ -582,7 +565,7 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
 
 
 def find_newer_claim(run: Run) -> bool:
-    """Has the key a newer claim? Then report that: this call is its duplicate."""
+    """Has the key a newer claim, of which this call is the duplicate? Report it."""
     with suppress(*STORE_ERRORS):
         found = run.store.get(run.identity)
         if found is not None and found.token != run.token:  # else the key is free, or still ours
@@ -592,7 +575,7 @@ def find_newer_claim(run: Run) -> bool:
 
 
 def _lose(run: Run) -> None:
-    """Drop the result of this run, whose key has a newer claim: the call goes on as its duplicate."""
+    """Drop the result of this run: the call goes on as a duplicate of the newer claim."""
     observed = run.policy.mode == "observe"
     run.phase = Phase.ENDED if observed else Phase.UNDONE
     run.report(signals.lease_lost, run.record, observed=observed)
@@ -614,7 +597,7 @@ def _observe(run: Run, body: Body) -> object:
 
 
 def unguarded(run: Run) -> Run:
-    """Give ``run`` a claim that holds nothing: its key is known, its token is 0, its steps just run."""
+    """Give ``run`` a claim that holds nothing: its token is 0, its steps just run."""
     run.phase = Phase.UNGUARDED
     run.record = Record(
         identity=run.identity, state=State.PROCESSING, token=0, created_ms=0, updated_ms=0

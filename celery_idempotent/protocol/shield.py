@@ -1,7 +1,7 @@
 """The shield: time limits and SIGTERM strike in the body of a task, and nowhere else in a run.
 
-In a pool child the signal handlers of the soft time limit (SIGUSR1) and of SIGTERM raise an exception between any two
-instructions. The shield wraps both handlers, once in each pool child::
+In a pool child the handlers of the soft time limit (SIGUSR1) and of SIGTERM raise an exception between any two
+instructions. The shield wraps both, once in each pool child::
 
     claim ──────────── body ──────────── settle ──────────── return
       noted: raised      raised here       noted: a soft limit is dropped, its task is over;
@@ -9,9 +9,9 @@ instructions. The shield wraps both handlers, once in each pool child::
       would begin
 
 A signal also ends the wait for a verb of the store, which is then asked again as if its answer had been lost; after
-SIGTERM once. A function of ``run.py`` itself is never struck: when its ``body()`` has returned or failed, the outcome
-must not be lost. (From Python 3.11 on no signal strikes between ``open()`` and the body: handlers run at the start of a
-function, after a call of a C function, and at the end of a loop.)
+SIGTERM once. A function of ``run.py`` is never struck: the outcome of its ``body()`` must not be lost. (From Python
+3.11 on handlers run at the start of a function, after a call of a C function, and at the end of a loop: not between
+``open()`` and the body.)
 
 Where the end of a greenlet or a ``KeyboardInterrupt`` strikes a verb of the store, the lease ends the claim.
 """
@@ -28,15 +28,12 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 
-#: A pause looks for noted signals this often, in seconds.
-_LOOK = 0.05
-
 #: Functions of this module are never struck.
 _PROTOCOL = f"{__package__}.run"
 
 
 class VerbInterruptedError(Exception):
-    """A signal ended the wait for the store: no error of the store's, which drops its connection."""
+    """A signal ended the wait for the store, which drops its connection; no error of the store's."""
 
 
 class Shield:
@@ -75,14 +72,14 @@ class Shield:
         return was_closed
 
     def open(self) -> None:
-        """Let signals strike: first those that were noted."""
+        """Let signals strike, noted ones first."""
         self.closed = self.waiting = False
         while self._noted:
             signum = self._noted.pop(0)
             self._handlers[signum](signum, None)
 
     def let_exit(self) -> None:
-        """Let the process end now, if it is to: the holder of its message gives that back."""
+        """Let the process end now if it is to end: its message goes back to the broker."""
         if self.ending:
             self.open()
 
@@ -106,11 +103,11 @@ class Shield:
             left = until - time.monotonic()
             if left <= 0:
                 return True
-            time.sleep(min(left, _LOOK))
+            time.sleep(min(left, 0.05))
         return False
 
 
-#: The shield of each thread that has one of its own, by ``threading.get_ident()``, and that of all others.
+#: The shields of threads by ``threading.get_ident()``, and that of all others.
 shields: dict[int, Shield] = {}
 NO_SHIELD = Shield()
 

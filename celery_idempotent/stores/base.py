@@ -307,7 +307,7 @@ class Store(ABC):
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
         """Write the end state and, in the same atomic step, the result, over any but a SUCCESS."""
-        return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
+        return "settled" if self.settle(request) else "lost"
 
     def write_result(self, result: ResultWrite) -> bool:  # noqa: ARG002
         """Write the result of a duplicate as :meth:`settle_with_result` does; ``False``: its backend has to."""

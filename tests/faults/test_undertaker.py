@@ -30,7 +30,7 @@ import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
 from celery_idempotent.celery import worker
-from celery_idempotent.events import worker_name
+from celery_idempotent.signals import worker_name
 from tests.faults.app import app
 
 app.finalize()

@@ -17,8 +17,8 @@ from django.test import RequestFactory, override_settings
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.django.http import enqueue, idempotent_view
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.events import worker_name
 from celery_idempotent.records import State, Stored
+from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
 from tests.support.records import settle_key

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("django")
 
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.events import counters
+from celery_idempotent.signals import counters
 from tests.sql import databases
 from tests.sql.pooler import pgbouncer
 from tests.support.debian import program

@@ -20,9 +20,8 @@ django.setup()
 from django.db import connection  # noqa: E402
 
 from celery_idempotent.django import IdempotentTask  # noqa: E402
-from celery_idempotent.events import counters  # noqa: E402
 from celery_idempotent.protocol.lease import heartbeat  # noqa: E402
-from celery_idempotent.signals import replayed  # noqa: E402
+from celery_idempotent.signals import counters, replayed  # noqa: E402
 
 app = Celery("leaks", set_as_current=False)
 app.conf.update(json.loads(os.environ[CONF]))

@@ -148,7 +148,7 @@ class TestSettlingWithAResult:
         self, store, record, name, redis_client, heard, expires_s, left_s
     ):
         done = settle(store, record, name, meta("SUCCESS"), expires_s=expires_s)
-        assert done is SettledWith.RESULT
+        assert done == "stored"
         assert state_of(store) is State.COMPLETED
         assert redis_client.get(name) == meta("SUCCESS")
         assert redis_client.ttl(name) in left_s
@@ -157,7 +157,7 @@ class TestSettlingWithAResult:
     def test_a_late_worker_stores_and_tells_nothing(self, store, record, name, redis_client, heard):
         assert store.release(KEY, token=record.token)
         claim(store)
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.LOST
+        assert settle(store, record, name, meta("SUCCESS")) == "lost"
         assert state_of(store) is State.PROCESSING
         assert redis_client.get(name) is None
         assert heard() == []
@@ -168,7 +168,7 @@ class TestSettlingWithAResult:
     ):
         store.forget(KEY)
         done = settle(store, record, name, meta("SUCCESS"), restore=restore)
-        assert done is (SettledWith.RESULT if restore else SettledWith.LOST)
+        assert done == ("stored" if restore else "lost")
         assert state_of(store) is (State.COMPLETED if restore else None)
         assert redis_client.get(name) == (meta("SUCCESS") if restore else None)
 
@@ -177,20 +177,20 @@ class TestSettlingWithAResult:
         self, store, record, name, redis_client, heard, state
     ):
         for _ in range(3):
-            assert settle(store, record, name, meta(state)) is SettledWith.RESULT
+            assert settle(store, record, name, meta(state)) == "stored"
         assert redis_client.get(name) == meta(state)
         assert heard() == [meta(state)]
 
     def test_a_repetition_makes_sure_of_the_result(self, store, record, name, redis_client, heard):
         assert verbs.settle(store, record)
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert settle(store, record, name, meta("SUCCESS")) == "stored"
         assert redis_client.get(name) == meta("SUCCESS")
         assert heard() == [meta("SUCCESS")]
 
     @pytest.mark.parametrize("state", ["STARTED", "RETRY", "FAILURE", "50 % of it"])
     def test_any_other_state_is_written_over(self, store, record, name, redis_client, heard, state):
         redis_client.set(name, meta(state))
-        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert settle(store, record, name, meta("SUCCESS")) == "stored"
         assert redis_client.get(name) == meta("SUCCESS")
         assert redis_client.ttl(name) > 500
         assert heard() == [meta("SUCCESS")]
@@ -198,12 +198,12 @@ class TestSettlingWithAResult:
     @pytest.mark.parametrize(
         ("known", "done"),
         [
-            pytest.param(meta("SUCCESS", worker="1"), SettledWith.RESULT, id="an earlier success"),
-            pytest.param(b"\x80\x05pickled", SettledWith.NOTHING, id="pickle"),
-            pytest.param(b'{"result": 1, "status": "SUCCESS"}', SettledWith.NOTHING, id="order"),
-            pytest.param(b'{"status": "a\\"b"}', SettledWith.NOTHING, id="a quote"),
-            pytest.param(b"", SettledWith.NOTHING, id="nothing"),
-            pytest.param(["a list"], SettledWith.NOTHING, id="no string"),
+            pytest.param(meta("SUCCESS", worker="1"), "stored", id="an earlier success"),
+            pytest.param(b"\x80\x05pickled", "settled", id="pickle"),
+            pytest.param(b'{"result": 1, "status": "SUCCESS"}', "settled", id="order"),
+            pytest.param(b'{"status": "a\\"b"}', "settled", id="a quote"),
+            pytest.param(b"", "settled", id="nothing"),
+            pytest.param(["a list"], "settled", id="no string"),
         ],
     )
     def test_an_earlier_success_and_what_only_the_backend_can_read_stay(
@@ -220,17 +220,17 @@ class TestSettlingWithAResult:
         assert heard() == []
 
     def test_a_failure_is_listed_among_the_failed(self, store, record, name, redis_client):
-        assert settle(store, record, name, meta("FAILURE"), State.FAILED) is SettledWith.RESULT
+        assert settle(store, record, name, meta("FAILURE"), State.FAILED) == "stored"
         assert store.stats().failed == 1
         assert redis_client.get(name) == meta("FAILURE")
 
     def test_other_stores_settle_and_leave_the_result(self):
         store = MemoryStore()
         record = claim(store)
-        assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert settle(store, record, "n", meta("SUCCESS")) == "settled"
         assert state_of(store) is State.COMPLETED
         late = claim(MemoryStore())
-        assert settle(store, late, "n", meta("SUCCESS")) is SettledWith.LOST
+        assert settle(store, late, "n", meta("SUCCESS")) == "lost"
         assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
 
 
@@ -257,7 +257,7 @@ class TestRightsThatAreMissing:
     def test_the_record_has_its_end_and_the_backend_the_result(self, restricted, private_redis):
         store = restricted("-publish")
         record = claim(store)
-        assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert settle(store, record, "n", meta("SUCCESS")) == "settled"
         assert state_of(store) is State.COMPLETED
         with redis.Redis.from_url(private_redis.url()) as client:
             # Where a success is, the backend would publish nothing.
@@ -268,14 +268,14 @@ class TestRightsThatAreMissing:
     ):
         store = restricted("resetkeys", "~idem:*")
         first = claim(store)
-        assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert settle(store, first, "n", meta("SUCCESS")) == "settled"
         assert state_of(store) is State.COMPLETED
         assert "results are stored apart from records" in caplog.text
         caplog.clear()
         store.forget(KEY)
         second = claim(store)
-        assert settle(store, second, "n", meta("SUCCESS")) is SettledWith.NOTHING
-        assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.LOST
+        assert settle(store, second, "n", meta("SUCCESS")) == "settled"
+        assert settle(store, first, "n", meta("SUCCESS")) == "lost"
         assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
         assert not caplog.text
 
@@ -288,7 +288,7 @@ class TestRightsThatAreMissing:
                 settle(store, record, "n", meta("SUCCESS"))
             client.execute_command("ACL", "SETUSER", "u", "+evalsha")
         # A login or a right that was missing for a while is no reason to give up.
-        assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.RESULT
+        assert settle(store, record, "n", meta("SUCCESS")) == "stored"
 
 
 @pytest.mark.redis

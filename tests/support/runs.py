@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from celery_idempotent.events import Reporter
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.protocol.run import OnCommit, Run, execute, release
 from celery_idempotent.records import Identity, Record
+from celery_idempotent.signals import Reporter
 from celery_idempotent.stores import Store
 
 IDENTITY = Identity(namespace="shop.charge", key="order-17")

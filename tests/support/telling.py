@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from celery_idempotent.events import Counters
-from celery_idempotent.signals import OUTCOMES, Event
+from celery_idempotent.signals import OUTCOMES, Counters, Event
 from tests.support.paths import ROOT
 
 
@@ -63,14 +62,14 @@ def listening() -> Iterator[Heard]:
             if "outcomes are counted later" not in text:
                 heard.lines.append(record)
 
-    logger, handler = logging.getLogger("celery_idempotent.events"), Handler()
+    logger, handler = logging.getLogger("celery_idempotent.signals"), Handler()
     level = logger.level
     with ExitStack() as stack:
         for name, signal in OUTCOMES.items():
             note = _noting(heard, name)
             signal.connect(note, weak=False)
             stack.callback(signal.disconnect, note)
-        stack.enter_context(mock.patch("celery_idempotent.events.counters", Hearing()))
+        stack.enter_context(mock.patch("celery_idempotent.signals.counters", Hearing()))
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
         logger.setLevel(logging.DEBUG)

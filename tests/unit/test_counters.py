@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_idempotent import events as counters_module
+from celery_idempotent import signals as counters_module
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.events import Counters
 from celery_idempotent.protocol.lease import Heartbeat
+from celery_idempotent.signals import Counters
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.runs import Replay
 from tests.support.waiting import wait_for
@@ -26,7 +26,7 @@ from tests.unit.test_runner import a_call, make_runner
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     counters = Counters()
-    monkeypatch.setattr("celery_idempotent.events.counters", counters)
+    monkeypatch.setattr("celery_idempotent.signals.counters", counters)
     monkeypatch.setattr("celery_idempotent.protocol.lease.counters", counters)
     return counters
 
@@ -110,11 +110,11 @@ import os, sys, time
 from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent import events
+from celery_idempotent import signals
 from celery_idempotent.protocol import lease
 
 if "often" in sys.argv:
-    events.WRITE_EVERY = lease.TICK = 0.2
+    signals.WRITE_EVERY = lease.TICK = 0.2
 
 class Told(MemoryStore):
     def count(self, outcomes):

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.events import counters
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Renewal, State
+from celery_idempotent.signals import counters
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key

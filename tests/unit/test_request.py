@@ -19,12 +19,12 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import IdempotentTask, events
+from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.celery import worker
 from celery_idempotent.celery.worker import gone
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.events import worker_name
 from celery_idempotent.records import Identity, Record, SettleRequest, State
+from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.records import claim_key
 from tests.support.waiting import wait_for
@@ -255,7 +255,7 @@ class TestWhoseClaim:
     def test_of_another_stays(self, make, store, task, dead, monkeypatch, whose, origin, pid):
         with monkeypatch.context() as patch:
             if origin:
-                patch.setattr(events, "_ORIGIN", origin)
+                patch.setattr(signals, "_ORIGIN", origin)
             before = hold(store, task, dead + pid, **whose)
         self.lose(make(dead))
         assert store.get(before.identity) == before

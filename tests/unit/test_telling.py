@@ -19,7 +19,6 @@ from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim
 from celery_idempotent.celery import operations, sweep
 from celery_idempotent.celery.worker import interrupt_claim
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.events import worker_name
 from celery_idempotent.records import (
     Identity,
     Record,
@@ -28,6 +27,7 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
 )
+from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key

@@ -44,8 +44,7 @@ T = TypeVar("T")
 _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
-_LOST = SettledWith.LOST
-_SETTLED = {b"stored": SettledWith.RESULT, b"settled": SettledWith.NOTHING}
+_SETTLED: dict[bytes, SettledWith] = {b"stored": "stored", b"settled": "settled"}
 #: The rule of a verb that finds no record.
 _FIRST = {
     rule.verb: rule for rule in table.TABLE if rule.then in table.LEASED and None in rule.found
@@ -103,7 +102,7 @@ class RedisStore(Store):
         return table.after(rule, None, args, now_ms, token).record
 
     def settle(self, request: SettleRequest) -> bool:
-        return self._settle(request) is not _LOST
+        return self._settle(request) != "lost"
 
     def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:
         if not self._takes_results:
@@ -133,9 +132,9 @@ class RedisStore(Store):
             if isinstance(done, bytes):
                 return _SETTLED[done]
         if not super().settle(request):
-            return _LOST
+            return "lost"
         stored = result is not None and self.write_result(result)
-        return SettledWith.RESULT if stored else SettledWith.NOTHING
+        return "stored" if stored else "settled"
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:
         # An overridden settle() does something that a settle with the result would leave out.
