@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from celery.canvas import Signature
 from celery.result import ResultBase
@@ -108,32 +107,13 @@ class TaskCodec:
             except Exception as damaged:  # noqa: BLE001  it may be no exception at all
                 reason = f"cannot be read ({type(damaged).__name__})"
             else:
-                if isinstance(error, Exception):
+                kind = type(error).__qualname__
+                # Celery rebuilds it as another one if the class does not accept its own args.
+                first = written["exc_type"] if isinstance(written, dict) else kind
+                if isinstance(error, Exception) and kind == first:
                     return error
-                reason = f"is a {type(error).__name__}, which is not raised again"
+                reason = f"is a {first}, which cannot be raised again"
         return ResultUnavailable(f"{self._task} failed for good, and its exception {reason}.")
-
-    def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], object]:
-        """Return the class of a stored exception and what its text is made of, also if Celery cannot rebuild it.
-
-        It cannot if the class takes other arguments than it passes to ``super().__init__``. As Celery does, this looks
-        for the class in the modules that are imported.
-        """
-        error = self.load_error(stored)
-        written = None
-        if stored is not None and not isinstance(error, IdempotencyError):
-            written = self.load_value(stored)
-        if isinstance(written, dict):
-            found: Any = sys.modules.get(str(written.get("exc_module")))
-            for part in str(written.get("exc_type")).split("."):
-                found = getattr(found, part, None)
-            is_class = isinstance(found, type) and issubclass(found, BaseException)
-            if is_class and found is not type(error):
-                arguments = written.get("exc_message", ())
-                if isinstance(arguments, (list, tuple)):
-                    arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
-                return found, arguments
-        return type(error), error
 
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize a message that a sweep may publish again; ``None`` if that fails."""

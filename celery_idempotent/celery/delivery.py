@@ -74,7 +74,11 @@ class Delivery(republish.DeliveredRun):
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.reporter = definition.reporter
         self.worker = _prepare_process(os.getpid())
-        self.task_id = str(request.id or _id_of_direct_call(task, request))
+        task_id = request.id
+        if not task_id:  # a direct call keeps its id; calls of run() itself share one request
+            on_stack = request is task.request_stack.top
+            task_id = vars(request).setdefault("idempotency_call", uuid()) if on_stack else uuid()
+        self.task_id = str(task_id)
         identified = self._identify()
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
         self.has_callbacks = callbacks.brings_callbacks(request)
@@ -188,8 +192,12 @@ class Delivery(republish.DeliveredRun):
             raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
         if record.value is not None:
             value = self.codec.load_value(record.value)
-        elif own and not self.has_callbacks and self._keeps_no_result():
-            return None
+        elif (
+            own
+            and not self.has_callbacks
+            and (request.ignore_result or isinstance(self.task.backend, DisabledBackend))
+        ):
+            return None  # it is stored nowhere
         else:
             value = self._from_backend(record, age_ms)
         self._expect_replayed(record, age_ms)
@@ -199,10 +207,6 @@ class Delivery(republish.DeliveredRun):
                 if result is not None and self.store.write_result(result):
                     request.ignore_result = True
         return value
-
-    def _keeps_no_result(self) -> bool:
-        """Is the result of this message stored nowhere?"""
-        return self.request.ignore_result or isinstance(self.task.backend, DisabledBackend)
 
     def _expect_replayed(self, record: Record, age_ms: int) -> None:
         """Have the record marked when Celery has sent the callbacks of a duplicate."""
@@ -241,12 +245,14 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
     """Run a delivery by the protocol; ``call_next``: the ``__call__`` of a base before ours on the way to ``run``."""
     vars(run.request)[RUN] = run
     callbacks.settled_run.set(None)
-    if call_next is None:
-        call_next = next_after_ours(run)
-    body: Callable[[], object] = partial(call_next, *run.args, **run.kwargs)
-    if run.policy.atomic:
+    call = call_next or next_after_ours(run)
+
+    def with_copies() -> object:
         # It may run again, or its message be published again: with the arguments as they were.
-        body = partial(_call_with_copies, call_next, run.args, run.kwargs)
+        args, kwargs = copied(run.args, run.kwargs)
+        return call(*args, **kwargs)
+
+    body = with_copies if run.policy.atomic else partial(call, *run.args, **run.kwargs)
     while True:
         try:
             return execute(run, body)
@@ -320,14 +326,6 @@ def identify_delivery(
     )
 
 
-def _id_of_direct_call(task: DefinedTask, request: Any) -> str:
-    """Return an id for a call as a function: the same one for as long as the call lasts."""
-    if request is not task.request_stack.top:
-        return uuid()  # calls of run() itself share one request
-    made: str = vars(request).setdefault("idempotency_call", uuid())
-    return made
-
-
 def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return copies of the arguments of a call; themselves, if one of them cannot be copied."""
     try:
@@ -336,8 +334,3 @@ def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         raise
     except Exception:  # noqa: BLE001  an object of any kind
         return args, kwargs
-
-
-def _call_with_copies(call_next: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
-    args, kwargs = copied(args, kwargs)
-    return call_next(*args, **kwargs)

@@ -306,11 +306,9 @@ def _matches(kind: str, pattern: str, key: str) -> bool:
         return pattern == key
     if kind != "topic":
         return True
-    words = {"*": r"[^.]*", "#": ".*"}
-    regex = r"\.".join(words.get(word, re.escape(word)) for word in pattern.split("."))
-    # "#" also stands for no word at all.
-    regex = regex.replace(r".*\.", r"(?:.*\.)?").replace(r"\..*", r"(?:\..*)?")
-    return re.fullmatch(regex, key) is not None
+    # With a dot before each word: "#" also stands for no word at all.
+    regex = re.escape(f".{pattern}").replace(r"\.\#", r"(?:\..*)?").replace(r"\*", r"[^.]*")
+    return re.fullmatch(regex, f".{key}") is not None
 
 
 def is_broadcast(request: Context) -> bool:

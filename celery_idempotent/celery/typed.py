@@ -28,17 +28,6 @@ if TYPE_CHECKING:
         """A signature whose options are those of :meth:`IdempotentTask.apply_async`."""
 
         def set(self, immutable: bool | None = None, **options: object) -> KeyedSignature: ...
-        def clone(
-            self, args: object = None, kwargs: object = None, **options: object
-        ) -> KeyedSignature: ...
-        def apply(self, args: object = None, kwargs: object = None, **options: object) -> Any: ...
-        def apply_async(
-            self,
-            args: object = None,
-            kwargs: object = None,
-            route_name: object = None,
-            **options: object,
-        ) -> Result: ...
 
     class TaskBase(AnyTask):
         """A task whose signatures are such."""

@@ -169,9 +169,10 @@ def failure_of(record: Record, task: DefinedTask | None) -> Failure:
     else:
         final = (*final, *definition.policy.permanent_errors)
         try:
-            kind, text = definition.codec.describe_error(record.value)
+            text = definition.codec.load_error(record.value)
         except errors.IdempotencyError as unreadable:
-            kind, text = type(unreadable), unreadable
+            text = unreadable
+        kind = type(text)
     is_final = kind is not None and issubclass(kind, final)
     error = {"type": kind.__name__ if kind else ""}
     if is_final and text:

@@ -222,7 +222,11 @@ def test_an_unknown_key_and_a_store_that_is_down_are_problems_for_browsers_too(
 
 
 class CardError(Exception):
-    """Made of other arguments than it hands on, as many are: Celery cannot make it again."""
+    """A card is declined."""
+
+
+class OddError(CardError):
+    """Made of other arguments than it hands on: Celery cannot make it again."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -233,7 +237,7 @@ def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -
     redefine(charge, idempotency_permanent_errors=(CardError, KeyError))
     statuses: dict[type[Exception], int] = {CardError: 402}
     queue(charge, error_status=statuses)
-    end(charge, error=CardError("declined", "card"))
+    end(charge, error=CardError("declined"))
     answer = queue(charge, error_status=statuses)
     told = json.loads(answer.content)
     assert (answer.status_code, told["status"], told["retryable"]) == (402, 402, False)
@@ -241,6 +245,17 @@ def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -
     assert answer["Idempotent-Replayed"] == "true"
     assert queue(charge, error_status={KeyError: 402}).status_code == 500
     assert queue(charge).status_code == 500
+
+
+def test_a_declared_failure_that_cannot_be_made_again_is_not_retryable(charge: Any) -> None:
+    redefine(charge, idempotency_permanent_errors=(CardError,))
+    queue(charge)
+    end(charge, error=OddError("declined", "card"))
+    answer = queue(charge, error_status={CardError: 402})
+    told = json.loads(answer.content)
+    assert (answer.status_code, told["retryable"]) == (500, False)
+    assert told["error"]["type"] == "ResultUnavailable"
+    assert "is a OddError, which cannot be raised again" in told["detail"]
 
 
 def test_a_run_that_never_came_back_is_504(charge: Any) -> None:
