@@ -7,8 +7,8 @@
                                     ├─ release the key ─ send        a run publishes its own retry
                                     └─ defer ─ commit ─ send         the outbox takes it
 
-A call whose key is reserved, held or settled gets ``AsyncResult(first)``. If a producer dies between the reservation
-and the sending, the reservation's deadline passes, and the next call sends under the same task id.
+A call whose key is reserved, held or settled gets ``AsyncResult(first)``. If a producer dies before it sends, the
+reservation's deadline passes, and the next call sends under the same task id.
 """
 
 from __future__ import annotations
@@ -43,16 +43,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Celery's ``apply_async`` behind ours: ``send(args, kwargs, **options)``, or with the arguments given already.
+#: Celery's ``apply_async`` behind ours, or with the arguments given already.
 Send = Callable[..., Result]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredCall:
-    """A call to be sent later: the same message each time, because it is stamped.
-
-    ``reserve``: reserve its key before it is sent (``idempotency_publish_once``).
-    """
+    """A call to be sent later, stamped already; ``reserve``: once its key is reserved."""
 
     args: Sequence[object] | None
     kwargs: Mapping[str, object] | None
@@ -64,27 +61,27 @@ Interceptor = Callable[["DefinedTask", DeferredCall], Result]
 #: Receives the next call of a task in place of the broker. The outbox sets it for one ``apply_async``.
 outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", default=None)
 
-#: A call with one of these options reserves no key, because it keeps its own task id: its caller chose that, a canvas
+#: A call with one of these options keeps its own task id, and so reserves no key: its caller chose the id, a canvas
 #: waits for it, or the ids of its callbacks come from it.
 _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
 
 _UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
 
-#: Options that belong to the process which sends: its connection to the broker, and its router.
+#: Options that belong to the process which sends.
 SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
-#: A message that has not started so long after its ETA is taken for lost.
+#: A message that has not started this long after its ETA is taken for lost.
 RESERVED_MS = 60_000
 
 
 def publish(
     task: DefinedTask, definition: Definition, send: Send, args: Any, kwargs: Any, options: Options
 ) -> Result:
-    """Publish one call through ``send(args, kwargs, **options)``, ``options`` being all of ``apply_async``'s.
+    """Publish one call through ``send(args, kwargs, **options)``; ``options`` are all of ``apply_async``'s.
 
     Raises:
         InvalidKey: if the key or scope cannot be used, or is missing where one is required.
-        FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
+        FingerprintMismatch: if the key to reserve belongs to a call with other arguments.
     """
     intercept = take_interceptor()
     retrying = _retrying_run(task, definition, options) if options.get("retries") else None
@@ -123,13 +120,13 @@ def stamp_call(
     *,
     eager: bool = False,
 ) -> Identified | None:
-    """Stamp the call: take the key out of ``options``, add the task id and the headers with the stamp.
+    """Take the key out of ``options``, and add the task id and the headers with the stamp; return the identity.
 
-    Returns the identity, or ``None`` if nothing was stamped: the headers have this message's stamp already (a retry, a
-    republished copy), whose key stays whatever the arguments are now; or the call has no key, and its task no rule.
+    ``None`` if nothing was stamped: the headers have this message's stamp already (a retry, a republished copy), or the
+    call has no key and its task no rule.
 
-    ``retrying``: the run whose retry this call is, and whose key it has unless the caller gives another. ``eager``: a
-    call without a key gets a random one, because all steps of an eager chain have one task id.
+    ``retrying``: the run whose key the call has unless the caller gives another. ``eager``: a call without a key gets a
+    random one, because all steps of an eager chain have one task id.
     """
     headers, task_id = options.get("headers"), options.get("task_id")
     key, scope = take_key(options)
@@ -141,8 +138,8 @@ def stamp_call(
     if retrying is not None and not given:
         identified = Identified(retrying.identity, retrying.record.fingerprint)
     else:
-        # In this order: the key of this call; Celery's stamp of this name, which is for a whole canvas (take_key()
-        # left it in options); a header, which may have been copied from an older call.
+        # First the key of this call, then Celery's stamp for a whole canvas, which take_key() left in options, then a
+        # header, which may have been copied from an older call.
         if key is None:
             key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
@@ -164,7 +161,7 @@ def stamp_call(
 
 
 def take_key(options: Options) -> tuple[object, object]:
-    """Remove key and scope from the options of a call and return them. Celery's stamps of these names stay there."""
+    """Remove key and scope from the options of a call and return them, unless they are Celery's stamps."""
     stamped = options.get("stamped_headers") or ()
     key = None if stamp.KEY_HEADER in stamped else options.pop(stamp.KEY_HEADER, None)
     scope = None if stamp.SCOPE_HEADER in stamped else options.pop(stamp.SCOPE_HEADER, None)
@@ -172,7 +169,7 @@ def take_key(options: Options) -> tuple[object, object]:
 
 
 def give_ids_to_callbacks(app: Celery, options: Options) -> None:
-    """Derive the ids of callbacks from the call's own id: a callback that is sent twice has one id."""
+    """Derive the ids of callbacks from the call's own: a callback that is sent twice keeps its id."""
     for kind in ("link", "link_error"):
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
@@ -183,7 +180,7 @@ def give_ids_to_callbacks(app: Celery, options: Options) -> None:
 
 
 def take_interceptor() -> Interceptor | None:
-    """Return the outbox's interceptor, if it is set, and unset it: it is for one call."""
+    """Return the outbox's interceptor and unset it: it is for one call."""
     if (intercept := outbox_interceptor.get()) is not None:
         outbox_interceptor.set(None)
     return intercept
@@ -192,9 +189,8 @@ def take_interceptor() -> Interceptor | None:
 def send_deferred(
     task: DefinedTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> Result:
-    """Send a deferred call; it may be sent again, because its key was stamped when the call was made."""
-    options = dict(call.options)
-    send_call = partial(send, call.args, call.kwargs)
+    """Send a deferred call: the same message each time."""
+    options, send_call = dict(call.options), partial(send, call.args, call.kwargs)
     if call.reserve and definition is not None:
         stamped = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
         identified = Identified.from_header(stamped, definition.identifier.namespace)
@@ -208,18 +204,18 @@ def send_deferred(
 
 
 def absolute(options: Mapping[str, object], *, task: str) -> Options:
-    """Return options that mean the same whenever the message is sent: delays become points in time.
+    """Return options in which delays are points in time, for a message that is sent later.
 
     Raises:
-        IdempotencyError: for an option that means something in this process only.
+        IdempotencyError: for an option that has a meaning in this process only.
     """
     kept: Options = dict(options)
     if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
         raise IdempotencyError(
             f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
         )
-    now, countdown = datetime.now(timezone.utc), kept.pop("countdown", None)
-    if countdown:
+    now = datetime.now(timezone.utc)
+    if countdown := kept.pop("countdown", None):
         kept["eta"] = countdown
     for name in ("eta", "expires"):
         value = kept.get(name)
@@ -234,7 +230,7 @@ def absolute(options: Mapping[str, object], *, task: str) -> Options:
 
 
 def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -> Run | None:
-    """Return the run in progress if this call is its retry; a replacement has its task id, and no more retries."""
+    """Return the run in progress if this call is its retry, no replacement with the same task id."""
     run = run_in_progress()
     if run is None or run.task_id != options.get("task_id"):
         return None
@@ -243,7 +239,7 @@ def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -
 
 
 def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> Result:
-    """Release the key of a run, then publish its retry; in an atomic run, both after the rollback."""
+    """Release the key of a run, then publish its retry; an atomic run does both after its rollback."""
     free = partial(release, retrying, requeue_ms=lost_after_ms(options))
     if retrying.transaction is None:
         free()
@@ -271,8 +267,7 @@ def _reserve_and_send(
     Raises:
         FingerprintMismatch: if the key was reserved or used with other arguments.
     """
-    store = get_store(task.app)
-    identity, task_id = about.identity, options["task_id"]
+    store, identity, task_id = get_store(task.app), about.identity, options["task_id"]
     report = partial(definition.reporter.report, store=store)
     request = ReserveRequest(
         identity=identity,
@@ -311,10 +306,8 @@ def _reserve_and_send(
         case Held(left_ms=0) if record.state is State.PROCESSING:
             # The lease ran out: the worker never came back, and with early acks the message is gone, too.
             _use_task_id(options, record.task_id)
-        case _ if record.state is State.FAILED or record.settled_by_operator:
-            # An operator writes no result under the first id: a worker answers this message from the record.
-            pass
-        case _:
+        # An operator writes no result under the first id: then a worker answers this message from the record.
+        case _ if record.state is not State.FAILED and not record.settled_by_operator:
             report(signals.replayed, identity, task_id, record)
             return task.AsyncResult(record.task_id)
     return send_call(**options)
@@ -322,23 +315,22 @@ def _reserve_and_send(
 
 def release_reservation(store: Store, record: Record) -> None:
     """Release a reservation whose message is not sent; if the store fails, its deadline ends it."""
+    identity = record.identity
     try:
-        store.release(record.identity, token=record.token)
+        store.release(identity, token=record.token)
     except IdempotencyError as error:
-        logger.warning(
-            "idempotency: %s stays reserved until its deadline: %s", record.identity, error
-        )
+        logger.warning("idempotency: %s is reserved until its deadline: %s", identity, error)
 
 
 def _use_task_id(options: Options, task_id: str) -> None:
-    """Give a call the task id that its key has already; its stamp names that id, too."""
+    """Give a call and its stamp the task id that its key has already."""
     headers = options["headers"]
     stamped = read_stamp(headers, options["task_id"])
     options |= {"task_id": task_id, "headers": with_stamp(headers, task_id, more=stamped)}
 
 
 def lost_after_ms(options: Options) -> int:
-    """Return in how many milliseconds a message that is published now with these options is taken for lost."""
+    """Return after how many milliseconds a message with these options is taken for lost."""
     wait, eta = float(options.get("countdown") or 0), options.get("eta")
     if not wait and eta:
         eta = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
@@ -353,8 +345,8 @@ def lost_after_ms(options: Options) -> int:
 def with_run(app: Celery, step: object, run: str) -> object:
     """Return a copy of a chain's last step whose stamp has ``run``, the task id of the chain's first step.
 
-    A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` writes it to
-    the chain's options): without ``run`` the second one would be a redelivery of the first.
+    A chain object that is applied twice gives its last step one task id: without ``run`` the second one would be a
+    redelivery of the first.
     """
 
     def marked(task: AnySignature, _: Place) -> AnySignature:

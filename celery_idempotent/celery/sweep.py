@@ -6,9 +6,8 @@ A record whose lease ran out is handled as its task asked when it claimed the ke
     "fail"        INTERRUPTED, then FAILED          duplicates get ProcessingTimedOut
     "requeue"     QUEUED, one crash more            its message is published again, from the record
 
-The store writes the new state first, and then the sweep acts on it. If it dies in between, a message is published by
-another sweep after a minute (a second copy has the same task id, so it is a redelivery), and a record that is not
-settled FAILED yet is settled by the next delivery or call of the key.
+The store writes the new state first. If the sweep dies then, another one publishes the message after a minute (a second
+copy is a redelivery), and the next delivery or call settles the record FAILED.
 """
 
 from __future__ import annotations
@@ -38,20 +37,19 @@ logger = logging.getLogger(__name__)
 
 #: The name of the task, and of its entry in the beat schedule.
 SWEEP = "celery_idempotent.sweep"
-#: The most records that one sweep looks at: the next one continues.
+#: The most records that one sweep looks at.
 SWEEP_LIMIT = 10_000
 #: A requeued message that no worker takes in this time is published again.
 REQUEUE_MS = 60_000
 
 _STALE = "the lease ran out"
-_NOT_REQUEUED = Line(logging.ERROR, "{event.identity} could not be requeued: {event.error}")
 
 
 def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:
     """Interrupt stale claims and prune records past their retention; return the counts.
 
-    Safe on many machines at once: the store decides at the moment of the write whether a claim is stale. ``more``:
-    ``limit`` left work for the next sweep, as ``StoreUnavailable`` does.
+    Safe on many machines at once: the store decides at the write whether a claim is stale. ``more``: ``limit`` left
+    work for the next sweep.
     """
     store, started = get_store(app), time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
@@ -80,16 +78,16 @@ def report_record(
     app: Celery, outcome: signals.OutcomeSignal, record: Record, **details: Unpack[Details]
 ) -> None:
     """Report an outcome of a record without a run; the caller writes the counters."""
-    namespace = record.identity.namespace
-    definition = definition_of(app, namespace)
-    # Without one it is a view's, or another app's: it is reported by its namespace.
-    other = Reporter(namespace, lambda: None, partial(get_store, app))
-    reporter = definition.reporter if definition else other
-    reporter.report(outcome, record.identity, record.task_id, record, has_writer=False, **details)
+    identity = record.identity
+    if definition := definition_of(app, identity.namespace):
+        reporter = definition.reporter
+    else:  # of a view, or of another app
+        reporter = Reporter(identity.namespace, lambda: None, partial(get_store, app))
+    reporter.report(outcome, identity, record.task_id, record, has_writer=False, **details)
 
 
 def _time_out(app: Celery, record: Record) -> bool:
-    """Settle a record FAILED for good whose worker was lost, if its task wants that (``idempotency_on_stale``)."""
+    """Settle a record FAILED whose worker was lost, if its task wants that (``idempotency_on_stale``)."""
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
@@ -102,14 +100,15 @@ def _time_out(app: Celery, record: Record) -> bool:
 
 
 def send_again(app: Celery, record: Record, **details: Unpack[Details]) -> bool:
-    """Publish the message that a record keeps; if that fails, the sweep after its deadline tries again."""
+    """Publish the message that a record keeps; on failure, the sweep after its deadline tries again."""
     definition = definition_of(app, record.identity.namespace)
     try:
         if definition is None or record.message is None:
             raise LookupError("no task of this app has that namespace")
         definition.codec.load_message(record.message).apply_async()
     except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does a message
-        details |= {"error": error, "line": _NOT_REQUEUED}
+        line = Line(logging.ERROR, "{event.identity} could not be requeued: {event.error}")
+        details |= {"error": error, "line": line}
         report_record(app, signals.store_failed, record, **details)
         return False
     details["state"] = State.QUEUED
@@ -120,16 +119,15 @@ def send_again(app: Celery, record: Record, **details: Unpack[Details]) -> bool:
 def end_record(
     app: Celery, record: Record, end: Stored | IdempotencyError | None, *, note: str = ""
 ) -> bool:
-    """Settle a record that no worker runs, as it was seen: FAILED with an error, COMPLETED with a value.
+    """Settle a record that no worker runs: FAILED with an error, COMPLETED with a value.
 
-    ``False`` if it has changed, or has ended otherwise. ``note``: of the operator who does it.
+    ``False`` if it has changed since. ``note``: of the operator who does it.
     """
     definition = definition_of(app, record.identity.namespace, load=bool(note))
     policy = Policy() if definition is None else definition.policy
     state: EndState = State.COMPLETED
     if isinstance(end, IdempotencyError):
-        state = State.FAILED
-        kind = type(end)
+        state, kind = State.FAILED, type(end)
         about = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(end)}
         end = definition.codec.dump_error(end) if definition else Serializer().dump(about)
     request = SettleRequest(
@@ -137,8 +135,7 @@ def end_record(
         state=state,
         value=end,
         keep_ms=policy.settled_keep_ms,
-        # A key that was claimed and released a moment ago stays free.
-        restore=False,
+        restore=False,  # a key that was released a moment ago stays free
         swept=not note,
         note=note,
     )
@@ -170,15 +167,14 @@ _swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 
 def install_sweep(app: Celery) -> None:
-    """Give ``app`` the sweep task and its beat entry, once its tasks are complete; raises as ``sweep_interval``."""
+    """Give ``app`` the sweep task and its beat entry; raise as :func:`sweep_interval`."""
     interval = sweep_interval(app)
     if app in _swept_apps:
         return
     _swept_apps.add(app)
 
     def register(**_: object) -> None:
-        # Of the class that the app gives its tasks, on which its receivers and middleware rely. Not shared: Celery
-        # would hand it to every other app of the process.
+        # Not shared: Celery would hand it to every other app of the process.
         @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
         def sweep_task(self: AnyTask, limit: int = SWEEP_LIMIT) -> dict[str, object]:
             return sweep(self.app, limit=limit, sender=self)
@@ -188,7 +184,7 @@ def install_sweep(app: Celery) -> None:
         # A tick that no worker took before the next one is dropped, by RabbitMQ itself.
         options = dict.fromkeys(("expires", "expiration"), max(interval, 1.0))
         entry = {"task": SWEEP, "schedule": interval, "options": options}
-        # By the name that Celery looks for first, which may have the prefix of all settings.
+        # The first name that Celery looks for may have the prefix of all settings.
         name = names_of(app.conf, "beat_schedule")[0]
         app.conf[name] = {**app.conf.beat_schedule, SWEEP: entry}
 
