@@ -12,12 +12,12 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
-from celery_idempotent.celery.definition import definition_of
+from celery_idempotent.celery.definition import Definition, definition_of
 from celery_idempotent.celery.finding import task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
-from celery_idempotent.errors import IdempotencyError, InvalidOption, ResultUnavailable
+from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Record, State, Stats, Stored
 
@@ -57,13 +57,13 @@ def time_in_words(ms: int) -> str:
 
 
 def ago(ms: int, now_ms: int) -> str:
-    """Return how far a time is away."""
+    """Return the distance of a time in words."""
     words = time_in_words(abs(now_ms - ms))
     return f"in {words}" if ms > now_ms else f"{words} ago"
 
 
 def show_value(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> str:
-    """Return the result or error of a record as text, read only as the app accepts it; or why not."""
+    """Return the result or error of a record as text, or the reason why it cannot be read."""
     try:
         value = _load(app, record, read)
         if isinstance(value, BaseException):
@@ -89,7 +89,7 @@ def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
     """Return a value that an operator gives for a key, as its task would write it.
 
     Raises:
-        ValueError: if it is not JSON, if no task of this app has that namespace, or if the task cannot write it.
+        ValueError: if it is not JSON, or if no task of this app has that namespace or can write it.
     """
     definition = definition_of(app, identity.namespace, load=True)
     if definition is None:
@@ -104,8 +104,7 @@ def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
 
 # -- health ------------------------------------------------------------------------------------------------------------
 
-#: The series of charts and tables, from below, each with the outcomes that it adds up. A run ends ``settled`` (which is
-#: not shown), ``failed`` or ``released``: its key was given back, because it raised or asked for a retry.
+#: The series of charts and tables, from below, each with its outcomes. ``released``: a run raised or asked for a retry.
 SERIES: Mapping[str, tuple[str, ...]] = {
     "runs": ("claimed",),
     "releases": ("released",),
@@ -118,11 +117,9 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 
 def sweeps_of(app: Celery, store: Store, stats: Stats) -> tuple[bool, str]:
     """Return whether a sweep ended less than three intervals ago, and a sentence about it."""
+    interval = sweep_interval(app)
     if not store.supports_counting:
         return True, "This store does not note sweeps."
-    interval = None
-    with suppress(InvalidOption):  # with which no worker starts
-        interval = sweep_interval(app)
     if interval is None:
         return True, "This app schedules no sweeps."
     well, last = False, "none has ended yet"
@@ -146,13 +143,12 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
     answered_ms = round((time.perf_counter() - began) * 1000, 1)
     swept, sentence = sweeps_of(app, store, stats)
     swept_s = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0) // 1000
-    oldest_s = None if outbox_ms is None else outbox_ms // 1000
-    sent = outbox_ms is None or outbox_ms <= OUTBOX_MS
+    sent = (outbox_ms or 0) <= OUTBOX_MS
     found: dict[str, Any] = {
         "well": swept and sent,
         "store": {"well": True, "answered_ms": answered_ms},
         "sweep": {"well": swept, "ago_s": swept_s},
-        "outbox": {"well": sent, "oldest_s": oldest_s},
+        "outbox": {"well": sent, "oldest_s": None if outbox_ms is None else outbox_ms // 1000},
     }
     return found, sentence
 
@@ -164,8 +160,7 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
 class Story:
     """A record in one sentence, and then in the order of time.
 
-    ``live``: its owner is within its lease, so that every operation has to be forced. ``choices``: the operations that
-    apply, each with its effect and its risk.
+    ``live``: every operation has to be forced. ``choices``: the operations that apply, each with its effect and risk.
     """
 
     headline: str
@@ -218,6 +213,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     known = definition is not None  # else it may be of a view
     policy = definition.policy if definition else Policy()
     live, stale = is_live(record, now_ms), record.stale(now_ms)
+    queued, interrupted = state is State.QUEUED, state is State.INTERRUPTED
 
     def at(ms: int | None) -> str:
         return f"{_when(ms or 0):%Y-%m-%d %H:%M:%S} UTC ({ago(ms or 0, now_ms)})"
@@ -226,116 +222,102 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     holder = f"task {record.task_id}" if record.task_id else "an unknown task"
     holder += f" on {host}, pid {pid}" if host else ""
-    deadline = at(record.deadline_ms)
+    deadline, until = at(record.deadline_ms), at(record.updated_ms + policy.settled_keep_ms)
+    publisher = "the next call" if record.message is None else "a sweep"
+    conflict = policy.on_conflict
     crashes = record.crashes + stale  # as the next claim counts them
-    claims = f"runs it ({crashes} of {policy.max_crashes} crashes allowed so far)"
-    if not crashes:
-        claims = "runs it"
-    elif policy.on_stale == "fail":
-        claims = "settles it FAILED (ProcessingTimedOut)"
-    elif crashes > policy.max_crashes:
-        claims = "settles it FAILED (TooManyCrashes) without a run"
-    if state is State.QUEUED:
-        headline = "QUEUED: its message is on its way, and no worker has it yet."
-        publisher = "the next call" if record.message is None else "a sweep"
-        future = [
-            "It runs when a worker takes its message: check that a worker listens to its queue.",
-            f"From {deadline} on {publisher} publishes its message again, under the same task id.",
-        ]
-    elif live:
-        headline = f"PROCESSING: {holder}, runs it, or died within the last lease."
-        future = [f"Its lease ends {deadline}, and is renewed as long as its worker lives."]
-        if known:
-            option = f"idempotency_on_conflict={policy.on_conflict!r}"
-            future.append(f"A duplicate meanwhile follows {option}.")
-    elif stale:
-        headline = f"stuck PROCESSING: the lease of {holder}, ran out."
-        _, sweeps = sweeps_of(app, store, store.stats())
-        future = [
-            f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store.",
-            f"{sweeps} The next one {_SWEPT[record.on_stale]}",
-            f"A delivery or call before that claims it at once, and {claims}.",
-        ]
-    elif state is State.INTERRUPTED:
-        why = "its worker was lost" if crashes else "its run failed after some steps"
-        headline = f"INTERRUPTED: {why}, and nothing runs it now."
-        future = [f"The next delivery or call claims it, and {claims}."]
-    else:
-        headline, answer = _tell_end(app, record, known, errors)
-        future = [f"Until it expires, a duplicate gets {answer}, without a run."]
-        if known:
-            until = at(record.updated_ms + policy.settled_keep_ms)
-            future.insert(0, f"Kept until {until}, by the options of its task.")
-    if stale or (crashes and state is State.INTERRUPTED):
-        broker, when = redelivery_timeout(app), "once the connection of its worker is gone"
-        if broker is not None:
-            when = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
-        future.append(f"The broker delivers its message again {when}.")
+    lost = "its worker was lost" if crashes else "its run failed after some steps"
+    claims = {
+        "runs it": not crashes,
+        "settles it FAILED (ProcessingTimedOut)": policy.on_stale == "fail",
+        "settles it FAILED (TooManyCrashes) without a run": crashes > policy.max_crashes,
+        f"runs it ({crashes} of {policy.max_crashes} crashes allowed so far)": True,
+    }
+    claimed = _first(claims)
+    sweeps = sweeps_of(app, store, store.stats())[1] if stale else ""
+    broker, redelivered = redelivery_timeout(app), "once the connection of its worker is gone"
+    if broker is not None:
+        redelivered = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
+    error = ""
+    with suppress(Exception):  # a stored error may raise anything when it is read
+        if errors and state is State.FAILED:
+            error = f" with {type(_load(app, record)).__name__}"
+    headlines = {
+        "QUEUED: its message is on its way, and no worker has it yet.": queued,
+        f"PROCESSING: {holder}, runs it, or died within the last lease.": live,
+        f"stuck PROCESSING: the lease of {holder}, ran out.": stale,
+        f"INTERRUPTED: {lost}, and nothing runs it now.": interrupted,
+        f"FAILED for good{error}: it is not run again.": state is State.FAILED,
+        "COMPLETED: another task (self.replace) took over its task id.": record.replaced,
+        "COMPLETED: an operator completed it with a value.": record.settled_by_operator,
+        "COMPLETED: it took effect, and is not run again.": known,
+        "COMPLETED: it was answered, and is not run again.": True,
+    }
+    answers = {
+        "this error": state is State.FAILED,
+        "that other task's result": record.replaced,
+        "what the result backend has: its result is not in the record": record.value is None,
+        "its result": known,
+        "the same answer": True,
+    }
+    is_old = record.updated_ms - record.created_ms > 1000
+    again = record.attempts > 1 or record.crashes
+    steps = ", ".join(name for name, _ in record.steps)
     # The headline of a PROCESSING one names its owner.
     named = state is State.PROCESSING or not record.attempts
     last = "" if named else f"; {holder}, had it last"
-    past = [f"{state.value} since {at(record.updated_ms)}{last}."]
-    if record.attempts > 1 or record.crashes:
-        past.insert(0, f"Claims so far: {record.attempts}; lost workers: {record.crashes}.")
-    if record.updated_ms - record.created_ms > 1000:
-        past.insert(0, f"First claimed or reserved {at(record.created_ms)}.")
-    if record.delivered:
-        past.append("Its callbacks (links, chain, chord) were sent.")
-    if record.steps:
-        steps = ", ".join(name for name, _ in record.steps)
-        past.append(f"Steps done, which are not repeated: {steps}.")
-    if record.note:
-        past.append(f"Last operation: {record.note}.")
-    scope = f" in scope {identity.scope}" if identity.scope else ""
-    choices = {
-        each: f"{OPERATIONS[each].effect} {_risk(each, record, live, known, policy.atomic)}"
-        for each in offered(app, record)
+    past = {
+        f"First claimed or reserved {at(record.created_ms)}.": is_old,
+        f"Claims so far: {record.attempts}; lost workers: {record.crashes}.": again,
+        f"{state.value} since {at(record.updated_ms)}{last}.": True,
+        "Its callbacks (links, chain, chord) were sent.": record.delivered,
+        f"Steps done, which are not repeated: {steps}.": steps,
+        f"Last operation: {record.note}.": record.note,
     }
+    future = {
+        "It runs when a worker takes its message: check that a worker listens to its queue.": queued,
+        f"From {deadline} on {publisher} publishes its message again, under the same task id.": queued,
+        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live,
+        f"A duplicate meanwhile follows idempotency_on_conflict={conflict!r}.": live and known,
+        f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store.": stale,
+        f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
+        f"A delivery or call before that claims it at once, and {claimed}.": stale,
+        f"The next delivery or call claims it, and {claimed}.": interrupted,
+        f"The broker delivers its message again {redelivered}.": stale or (crashes and interrupted),
+        f"Kept until {until}, by the options of its task.": state.settled and known,
+        f"Until it expires, a duplicate gets {_first(answers)}, without a run.": state.settled,
+    }
+    scope = f" in scope {identity.scope}" if identity.scope else ""
     return Story(
-        headline=f"{identity.key} of {task_name(app, identity)}{scope} is {headline}",
-        past=past,
-        future=future,
+        headline=f"{identity.key} of {task_name(app, identity)}{scope} is {_first(headlines)}",
+        past=[sentence for sentence, holds in past.items() if holds],
+        future=[sentence for sentence, holds in future.items() if holds],
         live=live,
-        choices=choices,
+        choices={
+            each: f"{OPERATIONS[each].effect} {_risk(each, record, live, definition)}"
+            for each in offered(app, record)
+        },
     )
 
 
-def _tell_end(app: AnyCelery, record: Record, known: bool, errors: bool) -> tuple[str, str]:
-    """Return what became of a settled record, and what its duplicates get."""
-    if record.state is State.FAILED:
-        error = ""
-        with suppress(Exception):  # a stored error may raise anything when it is read
-            error = f" with {type(_load(app, record)).__name__}" if errors else ""
-        return f"FAILED for good{error}: it is not run again.", "this error"
-    if record.replaced:
-        headline = "COMPLETED: another task (self.replace) took over its task id."
-        return headline, "that other task's result"
-    answer = "its result" if known else "the same answer"
-    if record.value is None:
-        answer = "what the result backend has: its result is not in the record"
-    if record.settled_by_operator:
-        return "COMPLETED: an operator completed it with a value.", answer
-    how = "took effect" if known else "was answered"
-    return f"COMPLETED: it {how}, and is not run again.", answer
-
-
-def _risk(operation: Operation, record: Record, live: bool, known: bool, atomic: bool) -> str:
+def _risk(operation: Operation, record: Record, live: bool, definition: Definition | None) -> str:
     """Return what may happen a second time, or what callers do not learn."""
-    risk = "What it did before it failed or was lost may be done twice: check the outside system first."
-    if live:
-        return (
-            "Its owner is not stopped: its result is dropped, and what it does may be done twice."
-        )
-    if operation == "complete":
-        return "Check the outside system first."
-    if operation == "fail":
-        return "If it took effect before, callers do not learn its result."
-    if record.state is State.COMPLETED:
-        took_effect = "It TOOK EFFECT" if known else "If it TOOK EFFECT"
-        risk = f"{took_effect}: the next call does it a second time."
-    elif record.state is State.QUEUED:
-        risk = "If its message still comes, it runs; a further call may then run as well."
-    elif record.state is not State.PROCESSING and atomic:
-        risk = "What it wrote to the database was rolled back. What it did elsewhere may be done twice."
-    again = operation == "forget" and record.steps
-    return f"{risk} Its steps are done again as well." if again else risk
+    state, took_effect = record.state, "It TOOK EFFECT" if definition else "If it TOOK EFFECT"
+    queued, atomic = state is State.QUEUED, definition and definition.policy.atomic
+    rolled_back = atomic and state is not State.PROCESSING
+    risks = {
+        "Its owner is not stopped: its result is dropped, and what it does may be done twice.": live,
+        "Check the outside system first.": operation == "complete",
+        "If it took effect before, callers do not learn its result.": operation == "fail",
+        f"{took_effect}: the next call does it a second time.": state is State.COMPLETED,
+        "If its message still comes, it runs; a further call may then run as well.": queued,
+        "What it wrote to the database was rolled back. What it did elsewhere may be done twice.": rolled_back,
+        "What it did before it failed or was lost may be done twice: check the outside system first.": True,
+    }
+    again = " Its steps are done again as well."
+    return _first(risks) + (again if operation == "forget" and record.steps and not live else "")
+
+
+def _first(texts: Mapping[str, object]) -> str:
+    """Return the first of these texts that holds."""
+    return next(text for text, holds in texts.items() if holds)
