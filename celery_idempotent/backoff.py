@@ -1,4 +1,4 @@
-"""Pauses between tries: each about twice as long as the one before, with jitter."""
+"""Pauses between tries: each about twice as long as the last one, with jitter."""
 
 from __future__ import annotations
 

@@ -83,5 +83,5 @@ class StoreMisconfigured(IdempotencyError):
     """The idempotency store cannot be used as it is set up."""
 
 
-# The two ways in which a verb of a store fails.
+#: The errors of a store's verbs.
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)

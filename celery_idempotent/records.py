@@ -13,7 +13,7 @@ FINGERPRINT_BYTES = 16
 #: A repeated claim with the same attempt id gets the same answer.
 ATTEMPT_BYTES = 8
 
-#: How a sweep treats a stale record: note the crash; fail it for good; send its message again.
+#: A sweep of a stale record notes the crash; fails it for good; sends its message again.
 OnStale = Literal["interrupt", "fail", "requeue"]
 
 
@@ -38,7 +38,6 @@ class State(enum.Enum):
         return self is State.COMPLETED or self is State.FAILED
 
 
-#: The states that a run settles its record in.
 EndState = Literal[State.COMPLETED, State.FAILED]
 
 
@@ -60,13 +59,6 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
-#: The end of a log line: what duplicates of a record without value or exception do.
-WITHOUT_VALUE = {
-    State.COMPLETED: "will look for it in the result backend",
-    State.FAILED: "get ResultUnavailable",
-}
-
-
 @dataclass(slots=True, kw_only=True)
 class Stored:
     """A serialized value or exception, as kombu's registry wrote it."""
@@ -78,12 +70,11 @@ class Stored:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """The state and history of one key.
+    """The state and history of one key; times are milliseconds since the epoch by the store's clock.
 
-    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of a lease, or the moment
-    from which the message of a QUEUED record is lost. ``worker`` is ``hostname:pid/id`` until the record is settled.
-    ``value`` is the result or the exception, if it was kept. ``replaced``: another task has the task id; ``delivered``:
-    the callbacks were sent; ``reserved``: before the publish, in a transaction that may still be rolled back if
+    ``deadline_ms`` is the end of a lease, or the moment from which the message of a QUEUED record is lost. ``worker``
+    is ``hostname:pid/id`` until the record is settled. ``replaced``: another task has the task id; ``delivered``: the
+    callbacks were sent; ``reserved``: before the publish, in a transaction that may still be rolled back if
     ``uncommitted``; ``swept``: a sweep ended the claim or settled the record, and its owner may go on with its token.
     ``message`` is published when the key is requeued. ``note`` is the last operation of a person, by whom, and why.
     """
@@ -259,9 +250,6 @@ class Reserved:
 
 Reservation = Reserved | Held | Settled | Mismatched
 Answer = Claimed | Held | Settled | Mismatched
-
-
-# -- of many records --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

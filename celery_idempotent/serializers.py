@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -10,7 +11,9 @@ from kombu.exceptions import DecodeError, EncodeError, SerializerNotInstalled
 from kombu.utils import json
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
-from celery_idempotent.records import Stored
+from celery_idempotent.records import State, Stored
+
+logger = logging.getLogger(__name__)
 
 JSON: Final = "application/json"
 
@@ -101,6 +104,15 @@ class Serializer:
         except DecodeError as error:
             cause = type(error.__cause__ or error.__context__ or error).__name__
         raise ResultUnavailable(f"A stored value of type {name} cannot be read ({cause}).")
+
+
+def log_not_kept(owner: object, state: State, reason: object) -> None:
+    """Log that a record is settled without its value or exception."""
+    kind, then = "result", "will look for it in the result backend"
+    if state is State.FAILED:
+        kind, then = "exception", "get ResultUnavailable"
+    line = "idempotency: the %s of %s is not kept in its record (%s): duplicates %s"
+    logger.warning(line, kind, owner, reason, then)
 
 
 def is_kombus_json() -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from celery import Celery
 
-#: What the names of our settings, and of a task's options, begin with.
+#: Of our settings and of a task's options.
 PREFIX: Final = "idempotency_"
 
 

@@ -37,27 +37,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A process writes what it counted at most so often, in seconds.
+#: The shortest time between two writes of the counts, in seconds.
 WRITE_EVERY = 5.0
 
 _HOST = socket.gethostname()
-#: Tells this process and its forks from those of another container with the same host name and pids. A worker's main
-#: process thus knows the names of its children.
+#: Tells this process and its forks, whose names a worker's main process thus knows, from those of another container.
 _ORIGIN = os.urandom(4).hex()
 
 
 def worker_name(pid: int) -> str:
-    """Return how records name this process, or a child that it forked: ``hostname:pid/id``."""
+    """Return the name of this process, or of a child that it forked, in records: ``hostname:pid/id``."""
     return f"{_HOST}:{pid}/{_ORIGIN}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What happened: to which key, in which call of which task. The reference has a table of its fields.
-
-    ``record`` is the holder's in a conflict, the claim's in what a run writes. ``state`` is the state that was written.
-    ``seconds`` is how long the store took to answer a claim or to take an end state, or how long a duplicate waited.
-    """
+    """One outcome of a call; a table in the documentation of the signals describes its fields."""
 
     task: str
     task_id: str = ""
@@ -73,23 +68,23 @@ class Event:
 
     @property
     def namespace(self) -> str:
-        """What the key is for; ``""`` for an event without a key. By default it is the task's name."""
+        """The namespace of the key, ``""`` without one."""
         return "" if self.identity is None else self.identity.namespace
 
 
 class Line(NamedTuple):
-    """How an outcome is logged: at which level, and in which words, with names that an event fills in."""
+    """The level of a log line, and its text, with names that an event fills in."""
 
     level: int
     text: str
 
 
-#: Every outcome by its name, which is that of its signal and of its counter.
+#: By the name of the signal, which is that of the counter.
 OUTCOMES: Final[dict[str, OutcomeSignal]] = {}
 
 
 class OutcomeSignal(Signal):
-    """The signal of one outcome, with its usual line, and its line where ``idempotency_mode`` is ``"observe"``."""
+    """The signal of one outcome, with its usual line and that of ``idempotency_mode="observe"``."""
 
     def __init__(self, counter: str, text: str, level: int = DEBUG, observed: str = "") -> None:
         super().__init__(name=f"idempotency_{counter}")
@@ -107,8 +102,6 @@ _HOLDER = (
     "{record.state.value}"
 )
 _LOST = "{event.identity} was claimed anew while task {event.task_id} (token {record.token}) ran: its result"
-
-# The table in docs/options.md says when each is reported.
 
 reserved = OutcomeSignal("reserved", "{event.identity} is reserved for " + _TASK)
 claimed = OutcomeSignal("claimed", _TASK + " runs {event.identity}")
@@ -164,7 +157,7 @@ store_failed = OutcomeSignal("store_failed", f"store error in {_CALL}: {{event.e
 class Counters:
     """The outcomes of this process that are not written yet, by store and task."""
 
-    #: Does a thread of this process write the counts? The heartbeat sets this, and the function that starts it.
+    #: Does a thread write the counts? The heartbeat sets both.
     has_writer = False
     start_writer: Callable[[], None] = staticmethod(lambda: None)
 
@@ -188,7 +181,7 @@ class Counters:
         counts[task, outcome] += 1
 
     def beat(self) -> None:
-        """Write the counts, if it is time."""
+        """Write the counts if it is time."""
         if time.monotonic() - self._written >= WRITE_EVERY:
             self.write()
 
@@ -209,12 +202,11 @@ class Counters:
                 logger.exception("idempotency: outcomes could not be counted")
 
 
-#: The counters of this process.
 counters = Counters()
 
 
 class Details(TypedDict, total=False):
-    """Optional facts of a report: see :class:`Event`."""
+    """Optional fields of an :class:`Event`, and the log line that replaces that of the outcome."""
 
     state: State | None
     error: BaseException | None
@@ -223,21 +215,18 @@ class Details(TypedDict, total=False):
     count: int
     observed: bool
     seconds: float | None
-    #: Replaces the usual line of the outcome in the log.
     line: Line
 
 
+@dataclass(frozen=True, slots=True)
 class Reporter:
-    """Reports the outcomes of one task's calls, by its registered name.
+    """Reports the outcomes of one task's calls, by its registered name."""
 
-    ``sender`` returns the sender of its signals: the task, or the view. ``store`` returns the store that counts where
-    a report does not name one.
-    """
-
-    def __init__(self, task: str, sender: Callable[[], object], store: Callable[[], Store]) -> None:
-        self.task = task
-        self._sender = sender
-        self._store = store
+    task: str
+    #: Returns the task or the view.
+    sender: Callable[[], object]
+    #: Returns the store that counts if a report does not name one.
+    store: Callable[[], Store]
 
     def report(
         self,
@@ -250,14 +239,13 @@ class Reporter:
         has_writer: bool = True,
         **details: Unpack[Details],
     ) -> None:
-        """Report one outcome.
+        """Report one outcome; ``store`` spares a look into the app's settings.
 
-        ``store`` spares a look into the app's settings. Without ``has_writer`` the caller writes the counters of this
-        process: a worker's main process, which forks, has no thread for that.
+        Without ``has_writer`` the caller writes the counters: a worker's main process, which forks, has no thread.
         """
         if store is None:
             with suppress(*STORE_ERRORS, InvalidOption):  # there may be none that could count
-                store = self._store()
+                store = self.store()
         if store is not None:
             counters.add(store, self.task, outcome.counter)
             if outcome is settled and details["state"] is State.FAILED:
@@ -279,11 +267,10 @@ class Reporter:
         if logged:
             why = f": {event.reason}" if event.reason else ""
             text = "idempotency: " + line.text.format(event=event, record=record, why=why)
-            fields = facts(outcome, event)
-            extra = {f"idempotency_{name}": value for name, value in fields.items()}
+            extra = {f"idempotency_{name}": value for name, value in facts(outcome, event).items()}
             logger.log(line.level, "%s", printable(text), extra=extra)
         if outcome.receivers:
-            outcome.send(sender=self._sender(), event=event)
+            outcome.send(sender=self.sender(), event=event)
 
 
 def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:
@@ -306,7 +293,7 @@ def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters escaped: with a line feed, somebody could forge a line of a log."""
+    """Return a text with its control characters escaped: a line feed could forge a line of a log."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

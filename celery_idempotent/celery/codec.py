@@ -13,12 +13,13 @@ from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import WITHOUT_VALUE, EndState, State, Stored
+from celery_idempotent.records import EndState, State, Stored
 from celery_idempotent.serializers import (
     NotStored,
     Serializer,
     first_accepted,
     from_bytes,
+    log_not_kept,
     to_bytes,
 )
 
@@ -69,13 +70,7 @@ class TaskCodec:
         try:
             return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
         except NotStored as problem:
-            logger.warning(
-                "idempotency: the %s of %s is not kept in its record (%s): duplicates %s",
-                "result" if state is State.COMPLETED else "exception",
-                self._task,
-                problem,
-                WITHOUT_VALUE[state],
-            )
+            log_not_kept(self._task, state, problem)
         return None
 
     def dump_given(self, value: object) -> Stored:

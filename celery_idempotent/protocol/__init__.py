@@ -1,1 +1,1 @@
-"""What a run has to do, whatever calls it: claim, run, settle or release. Nothing of Celery's workers."""
+"""Runs, independent of Celery's workers: claim, run, settle or release."""

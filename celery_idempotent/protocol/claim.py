@@ -37,31 +37,22 @@ class Phase(enum.Enum):
     UNDONE = "the run is dropped, for a newer claim, or rolled back: the call claims again"
 
 
-_BODY_RUNS = (Phase.RUNNING, Phase.UNGUARDED, Phase.RELEASED)
-
 current_run: ContextVar[Claim | None] = ContextVar("idempotency_run", default=None)
 
 
 def current_claim() -> Claim | None:
     """Return the claim of the run in progress, or ``None`` outside an idempotent run."""
-    run = current_run.get()
-    return run if run is not None and run.phase in _BODY_RUNS else None
+    run, running = current_run.get(), (Phase.RUNNING, Phase.UNGUARDED, Phase.RELEASED)
+    return run if run is not None and run.phase in running else None
 
 
-class Codec(Protocol):
+class _Codec(Protocol):
     """Stores values, exceptions and the results of steps; ``None``: settle without it."""
 
-    def dump_value(self, value: Any) -> Stored | None:  # each codec takes its own kind of result
-        """Serialize a result."""
-
-    def dump_error(self, error: BaseException) -> Stored | None:
-        """Serialize an exception."""
-
-    def dump_step(self, name: str, value: object) -> Stored:
-        """Serialize the result of a step, or raise."""
-
-    def load_value(self, stored: Stored) -> object:
-        """Return a stored value."""
+    def dump_value(self, value: Any) -> Stored | None: ...
+    def dump_error(self, error: BaseException) -> Stored | None: ...
+    def dump_step(self, name: str, value: object) -> Stored: ...
+    def load_value(self, stored: Stored) -> object: ...
 
 
 class Claim:
@@ -70,12 +61,12 @@ class Claim:
     phase = Phase.CLAIMING
     #: The store refused a renewal or a step. The heartbeat's thread sets only this and ``renewed_at``.
     lost = False
-    #: The transaction of the body (``idempotency_atomic``).
+    #: That of the body (``idempotency_atomic``).
     transaction: Transaction | None = None
 
     identity: Identity
     policy: Policy
-    codec: Codec
+    codec: _Codec
     store: Store
     #: As it was claimed.
     record: Record
@@ -106,8 +97,6 @@ class Claim:
         """How many earlier runs of this key ended in a crash of their worker."""
         return self.record.crashes
 
-    # -- the lease -----------------------------------------------------------------------------------------------------
-
     def renewal(self) -> Renewal:
         """Return the request that renews this claim."""
         lease_ms, keep_ms = self.policy.lease_ms, self.policy.keep_ms
@@ -120,7 +109,7 @@ class Claim:
 
         Raises:
             LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store, asked repeatedly, did not answer before the lease may have run out.
+            StoreUnavailable: if the store did not answer before the lease may have run out.
         """
         if self._is_unprotected:
             return
@@ -147,8 +136,6 @@ class Claim:
     def _is_unprotected(self) -> bool:
         return self.phase is Phase.UNGUARDED or self.policy.mode == "observe"
 
-    # -- parts of the operation ----------------------------------------------------------------------------------------
-
     def derived_key(self, name: str) -> str:
         """Return a UUID for one part of the operation, for an outside system; it is the same for every run."""
         identity = self.identity
@@ -159,12 +146,10 @@ class Claim:
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one part of the operation once: ``charge = self.idempotency.step("charge", provider.charge, amount)``.
 
-        The result is written to the record before this returns; a later run of the key gets it without a call. If the
-        process dies before the write, the next run calls ``function`` again: hand :meth:`derived_key` to the outside
-        system, so that it recognises the repetition.
-
-        The result is always as the serializer makes it (a tuple as a list). Steps of one task have different names. In
-        an atomic task ``function`` must not write to the database of its transaction.
+        The result is written to the record, as the serializer makes it (a tuple as a list), and a later run of the key
+        gets it without a call. If the process dies before the write, the next run calls ``function`` again: hand
+        :meth:`derived_key` to the outside system, so that it recognises the repetition. Names differ within one task.
+        In an atomic task ``function`` must not write to the database of its transaction.
 
         Raises:
             LeaseLost: if the claim is gone: ``function`` was not called, or its effect was not recorded.
@@ -191,7 +176,6 @@ class Claim:
     def _gone(self) -> LeaseLost:
         self.lost = True
         return LeaseLost(
-            f"The claim of {self.identity} (token {self.token}) is gone: its lease ran out and the key "
-            "was claimed or swept, an operator took it, or the run itself gave it back for a retry. Stop before the "
-            "next irreversible action."
+            f"The claim of {self.identity} (token {self.token}) is gone: its lease ran out and the key was claimed or "
+            "swept, an operator took it, or the run gave it back for a retry. Stop before the next irreversible action."
         )

@@ -7,9 +7,8 @@ With a lease of 60 seconds::
     40 s   renew: no answer    the lease ends at  80 s: there are 40 seconds left to try again
     41 s   renew               the lease ends at 101 s
 
-A renewal without an answer is repeated. A refused one means that the claim is lost: the key has a newer one, or no
-record. Its run goes on, because a thread cannot be stopped from outside; its result is stored only if there is no newer
-claim.
+A refused renewal means that the claim is lost: the key has a newer one, or no record. Its run goes on, because a thread
+cannot be stopped from outside; its result is stored only if there is no newer claim.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The thread wakes up after this many seconds at the latest, to write the counts of the process.
+#: The longest sleep of the thread, which writes the counts of the process, in seconds.
 TICK = 5.0
 
 _NEVER = float("inf")
@@ -49,11 +48,9 @@ class Heartbeat:
         thread    _looks_at = 25 s ──▶ reads _due         one of the two sees the other
 
     ``_looks_at`` is infinite while the thread is busy or not started. A publisher has the thread for its counts alone.
-    A forked child starts anew, without the parent's claims.
 
-    The thread is not in ``threading.enumerate()``, where test suites look for threads that a test left behind. It
-    sleeps on a lock, its bell. Where gevent or eventlet has patched ``threading`` the thread is a greenlet, and the
-    bell must be a lock of theirs: it is made with the thread, however early this module was imported.
+    Test suites do not find the thread by ``threading.enumerate()``. It sleeps on a lock, its bell. Where gevent or
+    eventlet has patched ``threading`` it is a greenlet, and the bell must be theirs: it is made with the thread.
     """
 
     def __init__(self) -> None:
@@ -88,7 +85,7 @@ class Heartbeat:
                 self._started = counters.has_writer = True
 
     def finish(self) -> None:
-        """Have the thread write the last counts, and wait for that up to two seconds: the process ends."""
+        """Have the thread write the last counts of a process that ends; wait up to two seconds."""
         if not self._started:
             return
         until = time.monotonic() + 2.0

@@ -28,13 +28,11 @@ from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from celery_idempotent import backoff, errors, signals
-from celery_idempotent.errors import STORE_ERRORS
 from celery_idempotent.protocol.claim import Claim, Phase, current_run
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.shield import NO_SHIELD, Shield, VerbInterruptedError, shields
 from celery_idempotent.records import (
     ATTEMPT_BYTES,
-    WITHOUT_VALUE,
     Answer,
     Claimed,
     ClaimRequest,
@@ -47,7 +45,8 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.signals import Details, Reporter
+from celery_idempotent.serializers import log_not_kept
+from celery_idempotent.signals import Details, OutcomeSignal, Reporter
 from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
@@ -57,10 +56,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: What a call runs.
 Body = Callable[[], object]
 
-#: The ``on_commit`` of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
+#: Of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
 OnCommit = Callable[[Callable[[], None]], None]
 
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
@@ -81,25 +79,24 @@ class Run(Claim):
     control: tuple[type[Exception], ...] = ()
     #: Every worker gets this message under one task id, and runs it without protection.
     is_broadcast = False
-    #: Does any exception settle FAILED, not only a permanent one? A client asks for the outcome.
+    #: A client asks for the outcome: any exception settles FAILED, not only a permanent one.
     keeps_failure = False
     #: A sweep publishes it if the claim goes stale.
     message: bytes | None = None
     #: The body replaced its task by another one, which has its task id.
     replaced = False
-    #: Of an atomic policy: :func:`.atomic.run_body`.
+    #: :func:`.atomic.run_body`, if the policy is atomic.
     in_transaction: Callable[[Run, Body], object] | None = None
     #: How often the database rolled this call back at its end.
     repeats = 0
     #: Releases the key after a rollback and, unless the run is eager, publishes a retry.
     after_rollback: Callable[[], object] | None = None
-    #: Returns the ``on_commit`` of each transaction that the caller of an eager run has open, none if the record is
-    #: part of one: the run is settled after their COMMIT.
+    #: Returns the ``on_commit`` of each transaction around an eager run, none if the record is part of one.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Is :meth:`settled` to be called?
     has_callbacks = False
     settling_since = 0.0
-    #: How often a waiting duplicate has asked for the key.
+    #: Of a duplicate that waits.
     polls = 0
     store: Store = None  # type: ignore[assignment]  # only until it is opened
 
@@ -112,10 +109,7 @@ class Run(Claim):
     shield: Shield
 
     def report(
-        self,
-        outcome: signals.OutcomeSignal,
-        record: Record | None = None,
-        **details: Unpack[Details],
+        self, outcome: OutcomeSignal, record: Record | None = None, **details: Unpack[Details]
     ) -> None:
         """Report an outcome of this run."""
         self.reporter.report(
@@ -165,9 +159,6 @@ def run_in_progress() -> Run | None:
     """Return the run whose body called this."""
     run = current_run.get()
     return run if isinstance(run, Run) and run.phase in (Phase.RUNNING, Phase.RELEASED) else None
-
-
-# -- the table of contents ---------------------------------------------------------------------------------------------
 
 
 def execute(run: Run, body: Body) -> object:
@@ -266,11 +257,7 @@ def refuse_unfinished(run: Run, value: Any) -> None:
 
 
 def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:
-    """Return the answer of a verb; without one ask again ``until`` then, a process that is ending once, at once.
-
-    Raises:
-        Exception: of the last try; ``StoreUnavailable`` if a signal interrupted that.
-    """
+    """Return the answer of a verb; without one ask again ``until`` then, a process that is ending once, at once."""
     failures = 0
     while True:
         try:
@@ -331,7 +318,7 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
             forget = partial(run.store.forget_mark, run.identity, token=answer.record.token)
             _ask(run, forget, until=until)
             answer = _ask(run, claim, until=until)
-    except STORE_ERRORS as error:
+    except errors.STORE_ERRORS as error:
         return error
     return answer
 
@@ -378,7 +365,7 @@ def _refuse_poison(run: Run, record: Record) -> bool:
             run.report(signals.settled, record, state=State.FAILED, error=error, line=line)
         else:
             run.report(signals.lease_lost, record)
-    except STORE_ERRORS as trouble:  # nothing ran: the message comes back
+    except errors.STORE_ERRORS as trouble:  # nothing ran: the message comes back
         run.report(signals.store_failed, record, error=trouble)
         run.store_failed(trouble)
     return True
@@ -424,13 +411,10 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
         try:
             value = dump(outcome)
         except Exception as error:  # noqa: BLE001  of classes of any kind
-            _warn_without_value(run, state, error)
+            log_not_kept(run.identity, state, error)
+    keep_ms, replaced = run.policy.settled_keep_ms, run.replaced
     return SettleRequest(
-        record=run.record,
-        state=state,
-        value=value,
-        keep_ms=run.policy.settled_keep_ms,
-        replaced=run.replaced,
+        record=run.record, state=state, value=value, keep_ms=keep_ms, replaced=replaced
     )
 
 
@@ -450,7 +434,7 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
             # A server may close the connection at a large value, as if it were away.
             is_large = end.value is not None and len(end.value.body) >= 64 * 1024
             if tries > 1 and end.value is not None and (is_large or not is_away):
-                _warn_without_value(run, end.state, error)
+                log_not_kept(run.identity, end.state, error)
                 end = replace(end, value=None)
             raise
 
@@ -471,15 +455,6 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
             _lose(run)
 
 
-def _warn_without_value(run: Run, state: EndState, error: Exception) -> None:
-    logger.warning(
-        "idempotency: the store does not take the result of %s (%s), which is settled without it: duplicates %s",
-        run.identity,
-        error,
-        WITHOUT_VALUE[state],
-    )
-
-
 def note_end(run: Run, state: EndState, error: BaseException | None = None) -> None:
     """Report that the end state is written."""
     run.phase = Phase.SETTLED
@@ -493,19 +468,7 @@ def note_end(run: Run, state: EndState, error: BaseException | None = None) -> N
 
 
 def _end_failed(run: Run, error: BaseException) -> None:
-    """End the claim of a body that raised ``error``.
-
-    ::
-
-        the body raised …                            the record is …
-        the exception of a replacement               settled COMPLETED, as replaced
-        a permanent error                            settled FAILED
-        Retry, Ignore, Reject, the end of            released
-        the process
-        any other exception                          released
-        the same, if a client asks for the           settled FAILED
-        outcome, and no step is recorded
-    """
+    """End the claim of a body that raised ``error``: settle or release it."""
     if run.phase is not Phase.RUNNING:
         return  # released for a retry or a replacement by the body; ended by its transaction
     if run.replaced:
@@ -527,8 +490,7 @@ def _end_failed(run: Run, error: BaseException) -> None:
 def _is_final(run: Run, error: BaseException) -> bool:
     """Do duplicates get this error?
 
-    Settling FAILED deletes the steps, so that a client who repeats a failed request would run them again: a run with
-    steps is released. After a permanent error there is no new run.
+    Settling FAILED deletes the steps, which a client who repeats a failed request would run again: it is released.
     """
     if isinstance(error, (*run.control, errors.LeaseLost)) or not isinstance(error, Exception):
         return False
@@ -538,9 +500,8 @@ def _is_final(run: Run, error: BaseException) -> bool:
 def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None) -> bool:
     """Give the key back, or leave it to the lease if the store is away; ``False``: there was nothing to release.
 
-    The body calls this before a retry or a replacement with this key is published. ``requeue_ms``: the call comes again
-    within this time, or a sweep sends the record's message. Where ``error`` ends the process there is one try: at a
-    hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
+    ``requeue_ms``: the call comes again within this time, or a sweep sends the record's message. Where ``error`` ends
+    the process there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
     """
     was_closed = run.shield.close()
     run.phase = Phase.RELEASED
@@ -566,7 +527,7 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
 
 def find_newer_claim(run: Run) -> bool:
     """Has the key a newer claim, of which this call is the duplicate? Report it."""
-    with suppress(*STORE_ERRORS):
+    with suppress(*errors.STORE_ERRORS):
         found = run.store.get(run.identity)
         if found is not None and found.token != run.token:  # else the key is free, or still ours
             _lose(run)
@@ -589,7 +550,7 @@ def _observe(run: Run, body: Body) -> object:
     answer = _claim(run)
     if isinstance(answer, Claimed):
         return _run_body(run, answer.record, body)
-    if isinstance(answer, STORE_ERRORS):
+    if isinstance(answer, errors.STORE_ERRORS):
         run.report(signals.store_failed, error=answer, observed=True)
     else:
         run.report(_OBSERVED[type(answer)], answer.record, observed=True)

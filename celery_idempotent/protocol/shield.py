@@ -11,9 +11,7 @@ instructions. The shield wraps both, once in each pool child::
 A signal also ends the wait for a verb of the store, which is then asked again as if its answer had been lost; after
 SIGTERM once. A function of ``run.py`` is never struck: the outcome of its ``body()`` must not be lost. (From Python
 3.11 on handlers run at the start of a function, after a call of a C function, and at the end of a loop: not between
-``open()`` and the body.)
-
-Where the end of a greenlet or a ``KeyboardInterrupt`` strikes a verb of the store, the lease ends the claim.
+``open()`` and the body.) If a ``KeyboardInterrupt`` strikes a verb of the store, the lease ends the claim.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ class VerbInterruptedError(Exception):
 class Shield:
     """Holds back the given signals in one thread; threads that get no signals share one without any."""
 
-    #: Are signals noted instead of raised?
+    #: Signals are noted instead of raised.
     closed = False
-    #: Is a verb of the store under way, to be asked again if it is interrupted? The run sets it.
+    #: The run waits for a verb of the store, which it asks again if a signal comes.
     waiting = False
-    #: Is the process to end?
+    #: SIGTERM came.
     ending = False
 
     def __init__(self, *signals: int) -> None:

@@ -7,7 +7,6 @@ record goes into the text: it needs no column, no migration, and no line here.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import TOKENS, Dialect, dialect_of
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import WITHOUT_VALUE, Identity, Record, SettleRequest, State
+from celery_idempotent.records import Identity, Record, SettleRequest, State
+from celery_idempotent.serializers import log_not_kept
 from celery_idempotent.stores import table
 from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
 from celery_idempotent.stores.table import StoredRecord, VerbArguments, after, decide
-
-logger = logging.getLogger(__name__)
 
 #: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.
@@ -233,13 +231,8 @@ def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
     """Return the columns of a record, without a value that the server does not take."""
     *columns, value = column_values(stored)
     if isinstance(value, bytes) and not session.takes(value):
-        logger.warning(
-            "idempotency: the result of %s, of %d bytes, is more than the database accepts (max_allowed_packet), "
-            "and is not kept in its record: duplicates %s",
-            stored.record.identity,
-            len(value),
-            WITHOUT_VALUE[stored.record.state],
-        )
+        problem = f"its {len(value):,} bytes are more than max_allowed_packet"
+        log_not_kept(stored.record.identity, stored.record.state, problem)
         value = None
     return (*columns, value)
 
