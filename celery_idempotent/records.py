@@ -132,9 +132,6 @@ class Record:
         return over and self.state is State.PROCESSING
 
 
-# -- verbs: questions and answers --
-
-
 @dataclass(slots=True, kw_only=True)
 class ClaimRequest:
     """A worker's request for a key; while the claim holds, the same ``attempt`` gets the same token again.

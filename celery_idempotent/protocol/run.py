@@ -65,11 +65,7 @@ OnCommit = Callable[[Callable[[], None]], None]
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
 
 #: The outcomes of an observed task's duplicates, by the answer to the claim.
-_OBSERVED = {
-    Held: signals.conflicted,
-    Settled: signals.replayed,
-    Mismatched: signals.mismatched,
-}
+_OBSERVED = {Held: signals.conflicted, Settled: signals.replayed, Mismatched: signals.mismatched}
 
 
 class Run(Claim):
@@ -540,9 +536,6 @@ def _lose(run: Run) -> None:
     observed = run.policy.mode == "observe"
     run.phase = Phase.ENDED if observed else Phase.UNDONE
     run.report(signals.lease_lost, run.record, observed=observed)
-
-
-# -- without protection ------------------------------------------------------------------------------------------------
 
 
 def _observe(run: Run, body: Body) -> object:
