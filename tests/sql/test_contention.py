@@ -301,8 +301,9 @@ def test_on_sqlite_a_reader_that_keeps_the_commit_waiting_too_long_runs_the_body
 
 
 @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
-def test_a_session_that_is_lost_after_the_last_query_runs_the_body_again(
-    place: Callable[..., Place], vendor: str
+@pytest.mark.parametrize("noticed", ["by the body", "by the settle"])
+def test_a_session_that_is_lost_runs_the_body_again(
+    place: Callable[..., Place], vendor: str, noticed: str
 ):
     here = place(vendor)
     own, end = (
@@ -315,6 +316,8 @@ def test_a_session_that_is_lost_after_the_last_query_runs_the_body_again(
         here.book(here.alias, "ours")
         if here.runs == 1:
             execute(here.other, end, rows(here.alias, own)[0])
+            if noticed == "by the body":
+                here.seats(here.alias)
 
     assert here.run(body) == Ran(2)
     assert here.names() == ["first", "ours"]
