@@ -56,8 +56,8 @@ def stage(
     """Results in the shared Redis, messages in RabbitMQ, the test's own way to the records past the cache."""
     settings = {alias: connections.databases[alias], "default": connections.databases[alias]}
     django = {
-        "DJANGO_SETTINGS_MODULE": "tests.sql.hybrid_settings",
-        "HYBRID_DATABASES": json.dumps(settings),
+        "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
+        "ATOMIC_DATABASES": json.dumps(settings),
     }
 
     def start(app: str, *, env: dict[str, Any], **options: Any) -> Worker:
