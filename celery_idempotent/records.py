@@ -17,8 +17,9 @@ ATTEMPT_BYTES = 8
 OnStale = Literal["interrupt", "fail", "requeue"]
 
 
-def _when(ms: int) -> datetime:
-    return datetime.fromtimestamp(ms / 1000, timezone.utc)
+def moment(ms: int) -> datetime:
+    """Return a store's time, of a damaged record at most the year 9999."""
+    return datetime.fromtimestamp(min(ms, 253_370_764_800_000) / 1000, timezone.utc)
 
 
 class State(enum.Enum):
@@ -114,17 +115,17 @@ class Record:
     @property
     def created_at(self) -> datetime:
         """When the key was first claimed."""
-        return _when(self.created_ms)
+        return moment(self.created_ms)
 
     @property
     def updated_at(self) -> datetime:
         """When the record last changed its state."""
-        return _when(self.updated_ms)
+        return moment(self.updated_ms)
 
     @property
     def deadline(self) -> datetime | None:
         """When the lease runs out, for a PROCESSING record."""
-        return None if self.deadline_ms is None else _when(self.deadline_ms)
+        return None if self.deadline_ms is None else moment(self.deadline_ms)
 
     def stale(self, now_ms: int) -> bool:
         """Has the lease of this PROCESSING record run out at ``now_ms`` of the store's clock?"""
@@ -344,4 +345,4 @@ class Counted:
     @property
     def at(self) -> datetime:
         """When the hour began."""
-        return _when(self.hour * 3_600_000)
+        return moment(self.hour * 3_600_000)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
@@ -19,7 +18,7 @@ from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Identity, Record, State, Stats, Stored
+from celery_idempotent.records import Identity, Record, State, Stats, Stored, moment
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -37,13 +36,9 @@ OUTBOX_MS = 60_000
 # -- times and values --------------------------------------------------------------------------------------------------
 
 
-def _when(ms: int) -> datetime:
-    return datetime.fromtimestamp(ms / 1000, timezone.utc)
-
-
 def iso(ms: int | None) -> str | None:
     """Return a time in ISO 8601, in UTC."""
-    text = None if ms is None else _when(ms).isoformat(timespec="milliseconds")
+    text = None if ms is None else moment(ms).isoformat(timespec="milliseconds")
     return text and text.replace("+00:00", "Z")
 
 
@@ -216,7 +211,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     queued, interrupted = state is State.QUEUED, state is State.INTERRUPTED
 
     def at(ms: int | None) -> str:
-        return f"{_when(ms or 0):%Y-%m-%d %H:%M:%S} UTC ({ago(ms or 0, now_ms)})"
+        return f"{moment(ms or 0):%Y-%m-%d %H:%M:%S} UTC ({ago(ms or 0, now_ms)})"
 
     # A host name has no colon but in IPv6. The id after the pid is for machines.
     host, _, pid = record.worker.partition("/")[0].rpartition(":")

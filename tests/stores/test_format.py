@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from datetime import timedelta, timezone
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_idempotent.celery.story import iso
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores.redis.format import HEAD, pack, unpack
@@ -144,3 +146,15 @@ def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
     ]
     read = [record for record in map(readable, damaged) if record is not None]
     assert 0 < len(read) < len(damaged)
+
+
+def test_the_times_of_a_damaged_record_can_be_shown_in_every_time_zone():
+    late = 2**64 - 1
+    damaged = dataclasses.replace(
+        COMPLETED, state=State.PROCESSING, created_ms=late, updated_ms=late, deadline_ms=late
+    )
+    found = unpack(identity, packed(damaged)).record
+    assert found.deadline is not None
+    shown = found.created_at, found.updated_at, found.deadline
+    assert {each.astimezone(timezone(timedelta(hours=14))).year for each in shown} == {9999}
+    assert iso(found.created_ms) == "9999-01-01T00:00:00.000Z"
