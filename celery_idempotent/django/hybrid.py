@@ -238,10 +238,6 @@ class HybridStore(CachingStore, DjangoStore):
     def __repr__(self) -> str:
         return f"<HybridStore: {self.alias}, cached with prefix {self.cache.prefix}>"
 
-    def without_cache(self) -> DjangoStore:
-        """Return the database alone."""
-        return DjangoStore(self.alias)
-
     def transaction(self, record: Record) -> ClaimTransaction:
         """Return the database's transaction; what it settles is cached after its COMMIT."""
         return ClaimTransaction(self.connections, record, self.fill)

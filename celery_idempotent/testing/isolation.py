@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from celery_idempotent.celery.definition import definitions
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.stores import get_store, swap_store
+from celery_idempotent.stores import get_store, open_store, swap_store
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
 
@@ -53,7 +53,7 @@ def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) 
     used = store = None
     try:
         used = get_store(app)
-        store = used.without_cache()
+        store = open_store(f"django://{used.outbox_alias}") if used.outbox_alias else used
     except InvalidOption:
         if app.conf.get("idempotency_store") is not None:
             raise
