@@ -1,4 +1,4 @@
-"""A store: the public verbs, written once over a look and a swap, and the optional abilities of a store."""
+"""A store: the public verbs, written once over a look and a write, and its optional abilities."""
 
 from __future__ import annotations
 
@@ -11,40 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-from celery_idempotent.records import (
-    ATTEMPT_BYTES,
-    Answer,
-    Claimed,
-    ClaimRequest,
-    Counted,
-    Held,
-    Identity,
-    Mismatched,
-    Page,
-    Record,
-    Renewal,
-    Reservation,
-    Reserved,
-    ReserveRequest,
-    ResultWrite,
-    Selection,
-    Settled,
-    SettledWith,
-    SettleRequest,
-    State,
-    Stats,
-    Stored,
-    SweepReport,
-)
-from celery_idempotent.stores.table import (
-    Snapshot,
-    Verb,
-    VerbArguments,
-    after,
-    decide,
-    fields_from,
-    settle_arguments,
-)
+from celery_idempotent import records
+from celery_idempotent.records import Identity, Record, Renewal, Selection, SettleRequest, State
+from celery_idempotent.stores import table
+from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -59,7 +29,7 @@ COUNTED_HOURS = 30 * 24
 HOUR_MS = 3_600_000
 
 #: The record of a key that was claimed or reserved, or the reason why it cannot be had.
-Taken: TypeAlias = Record | Held | Settled | Mismatched
+Taken: TypeAlias = Record | records.Held | records.Settled | records.Mismatched
 
 
 def write_cursor(kind: str, *place: int) -> str:
@@ -77,7 +47,7 @@ def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server of a store; ``persistent`` is ``None`` if it does not tell whether it saves snapshots."""
+    """One server of a store; ``persistent`` is ``None`` if it does not tell."""
 
     kind: str
     version: str
@@ -91,7 +61,7 @@ class ServerFacts:
 
 
 class Transaction(AbstractContextManager[object], Protocol):
-    """A transaction of the store's database that a run is part of: a context, which commits at its end.
+    """A transaction of the store's database that a run is part of; its context commits at the end.
 
     Entering it raises ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble.
     """
@@ -103,34 +73,32 @@ class Transaction(AbstractContextManager[object], Protocol):
         """Is it a lost session or, of the settle or the commit (``at_end``), a serialization failure or deadlock?"""
 
     def read_only(self) -> AbstractContextManager[None]:
-        """Refuse writes to the transaction's database, for the length of a step, which outlives a rollback."""
+        """Refuse writes to the database during a step, whose result outlives a rollback."""
 
     def committed(self) -> bool:
-        """Wait for the end of the transaction that settled the claim: was it committed?"""
+        """Was the transaction that settled the claim committed? Waits for its end."""
 
     def abandon(self) -> None:
         """End the transaction, which a time limit may have left open."""
 
 
 class Store(ABC):
-    """Holds the records. A store of your own looks, swaps, and finds records that are due; the table decides.
+    """Holds the records; the table decides. A store of its own implements the abstract methods.
 
-    Time is the store's own clock, in milliseconds. A verb whose answer was lost may be repeated, and answers as it did
-    the first time. Every write after the claim carries the record's token and does nothing for any other. Every verb
-    may raise :exc:`~celery_idempotent.errors.StoreUnavailable` (trying again may help) or
+    Times are milliseconds of the store's clock. A verb whose answer was lost may be repeated, and answers as it did the
+    first time. A write after the claim carries the record's token and does nothing for any other. Every verb may raise
+    :exc:`~celery_idempotent.errors.StoreUnavailable` (trying again may help) or
     :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not).
     """
 
     #: Can a run be part of its transactions? Then it has `transaction` and `unguarded_transaction`.
     supports_transactions: bool = False
-    #: Does it count outcomes for operators? Then it has `count`, `counts` and `note_sweep`.
+    #: Does it have `count`, `counts` and `note_sweep`?
     supports_counting: bool = False
     #: May a thread use it while the process forks? A fork copies SQLite's mutexes as they are, locked for ever perhaps.
     safe_beside_forks: bool = True
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
-
-    # -- each store's own part: here, and `stats`, `list` and `prune` --
 
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
@@ -138,25 +106,26 @@ class Store(ABC):
 
     @abstractmethod
     def _due(self, limit: int) -> Sequence[Identity]:
-        """Return keys past their deadline that a sweep may act on, found through an index."""
+        """Return keys past their deadline that a sweep may act on, by an index."""
 
     # -- the verbs --
 
-    def claim(self, request: ClaimRequest) -> Answer:
+    def claim(self, request: records.ClaimRequest) -> records.Answer:
         """Take the key if no live claim holds it. A fingerprint that either side lacks is equal to any."""
-        fields, delay_ms = fields_from(request), request.lease_ms
+        fields, delay_ms = table.fields_from(request), request.lease_ms
         args = VerbArguments(fields, request.attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
         answer = self._take_key("claim", request.identity, args)
-        return Claimed(answer) if isinstance(answer, Record) else answer
+        return records.Claimed(answer) if isinstance(answer, Record) else answer
 
-    def reserve(self, request: ReserveRequest) -> Reservation:
+    def reserve(self, request: records.ReserveRequest) -> records.Reservation:
         """Take the key for a message that is to be published under the task id of the record in the answer."""
         # Identifies the sender also where the record has another's task id.
-        attempt = hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest()
-        fields, delay_ms = {**fields_from(request), "reserved": True}, request.deadline_ms
+        size = records.ATTEMPT_BYTES
+        attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
+        fields, delay_ms = {**table.fields_from(request), "reserved": True}, request.deadline_ms
         args = VerbArguments(fields, attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
         answer = self._take_key("reserve", request.identity, args)
-        return Reserved(answer) if isinstance(answer, Record) else answer
+        return records.Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew, also one that a sweep ended; ``False`` for each with another token."""
@@ -164,33 +133,34 @@ class Store(ABC):
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, also if the record is gone or swept; ``False`` if the key has another token."""
-        return self._ask("settle", request.record.identity, settle_arguments(request))
+        return self._ask("settle", request.record.identity, table.settle_arguments(request))
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
-        """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
+        """Delete the PROCESSING or QUEUED record with this token; ``False`` if there was none.
 
-        A record with steps becomes INTERRUPTED; before a retry (``requeue_ms``) one that was reserved or has a message
-        becomes QUEUED.
+        Before a retry (``requeue_ms``) a record that was reserved or has a message becomes QUEUED instead, one with
+        steps INTERRUPTED.
         """
         args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, args)
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner of the PROCESSING record with this token; return it, INTERRUPTED now."""
+        """Make the PROCESSING record with this token, whose owner crashed, INTERRUPTED; return it."""
         args = VerbArguments(token=token)
         return self._at(identity, lambda snapshot: self._do("interrupt", snapshot, args)[1])
 
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+    def checkpoint(
+        self, identity: Identity, *, token: int, name: str, value: records.Stored
+    ) -> bool:
         """Add a step's first result to the claim with this token, swept or not; ``False`` if there is none."""
         return self._ask("checkpoint", identity, VerbArguments(token=token, step=(name, value)))
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
-        return self._ask(
-            "mark_delivered", identity, VerbArguments({"delivered": True}, token=token)
-        )
+        args = VerbArguments({"delivered": True}, token=token)
+        return self._ask("mark_delivered", identity, args)
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
@@ -202,7 +172,7 @@ class Store(ABC):
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
-        """Delete the record; with ``token`` or ``state`` only if it has that one. ``False`` if there was none."""
+        """Delete the record (with this ``token``, in this ``state``); ``False`` if there was none."""
         return self._ask("forget", identity, VerbArguments(token=token, state=state))
 
     def get(self, identity: Identity) -> Record | None:
@@ -210,25 +180,23 @@ class Store(ABC):
         snapshot = self._at(identity, lambda snapshot: snapshot)
         return None if snapshot.stored is None else snapshot.stored.record
 
-    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> records.SweepReport:
         """Interrupt up to about ``limit`` records whose lease ran out; any number of sweeps may run at once.
 
-        A record that is to be sent again becomes QUEUED for ``requeue_ms``, each time for twice as long, up to 1,024
-        times ``requeue_ms``.
+        A record that is to be sent again becomes QUEUED for ``requeue_ms``, each time for twice as long.
         """
         found = list(self._due(limit + 1))
         due = found[:limit]
-        # So that concurrent sweeps do not meet at one record after another.
-        random.shuffle(due)
+        random.shuffle(due)  # lest concurrent sweeps meet at one record after another
         swept = [record for record in self._sweep_all(due, requeue_ms) if record is not None]
-        return SweepReport(
+        return records.SweepReport(
             interrupted=tuple(r for r in swept if r.state is State.INTERRUPTED),
             requeued=tuple(r for r in swept if r.state is State.QUEUED),
             more=len(found) > limit,
         )
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
-        """Claim or reserve a key; return its record, or the reason why it cannot be had."""
+        """Claim or reserve a key."""
         return self._at(identity, lambda snapshot: self._take(verb, snapshot, args))
 
     def _take(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Taken:
@@ -238,26 +206,23 @@ class Store(ABC):
         assert snapshot.stored is not None
         old, now_ms = snapshot.stored.record, snapshot.now_us // 1000
         if answer == "held":
-            return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
+            return records.Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
         if answer == "settled":
-            return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
-        return Mismatched(old)
+            return records.Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
+        return records.Mismatched(old)
 
     def _ask(self, verb: Verb, identity: Identity, args: VerbArguments) -> bool:
-        """Do a verb that is answered with yes or no."""
         answer, _ = self._at(identity, lambda snapshot: self._do(verb, snapshot, args))
         return answer not in ("lost", "none")
 
     def _do(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> tuple[str, Record | None]:
         """Apply the table's rule to a snapshot; return its answer, and the record if it wrote one."""
-        now_ms = snapshot.now_us // 1000
-        rule = decide(verb, snapshot.stored, args, now_ms)
+        now_ms, token = snapshot.now_us // 1000, max(snapshot.highest + 1, snapshot.now_us)
+        rule = table.decide(verb, snapshot.stored, args, now_ms)
         if rule.then == "deleted":
             snapshot.remove(forget=verb == "forget")
         elif rule.then is not None:
-            written = after(
-                rule, snapshot.stored, args, now_ms, max(snapshot.highest + 1, snapshot.now_us)
-            )
+            written = table.after(rule, snapshot.stored, args, now_ms, token)
             snapshot.write(written)
             return rule.answer, written.record
         return rule.answer, None
@@ -270,7 +235,6 @@ class Store(ABC):
         return [self._at(each, lambda snapshot: self._sweep(snapshot, requeue_ms)) for each in due]
 
     def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
-        """Interrupt or requeue a record that seemed stale; return it then, else ``None``."""
         requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, 10)  # from a minute to 17 hours
         args = VerbArguments({"swept": True}, b"", delay_ms=delay_ms)
@@ -279,22 +243,22 @@ class Store(ABC):
     # -- many records --
 
     @abstractmethod
-    def stats(self) -> Stats:
-        """Count the records that are not COMPLETED, by indexes: bounded work."""
+    def stats(self) -> records.Stats:
+        """Count the records that are not COMPLETED, by indexes."""
 
     @abstractmethod
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
-    ) -> Page:
+    ) -> records.Page:
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
-        COMPLETED records have no index: a page may be empty and yet have a cursor. Records that come, go or change
-        between two pages may be left out or come twice. INTERRUPTED records alone, or FAILED ones, come newest first.
+        COMPLETED records have no index: a page may be empty and yet have a cursor. A record that changes between two
+        pages may be left out or come twice. INTERRUPTED records alone, or FAILED ones, come newest first.
         """
 
     @abstractmethod
     def prune(self, *, limit: int) -> int:
-        """Delete up to ``limit`` records past their retention; return how many. Called until there are none."""
+        """Delete up to ``limit`` records past their retention; return how many."""
 
     # -- optional --
 
@@ -302,20 +266,23 @@ class Store(ABC):
         """Close connections; the store may be used again afterwards."""
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:  # noqa: ARG002  see settle_with_result
-        """Can `settle_with_result` write the results of a backend with these connections to Redis?"""
+        """Can `settle_with_result` write the results of a backend with these connections?"""
         return False
 
-    def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
+    def settle_with_result(
+        self,
+        request: SettleRequest,
+        result: records.ResultWrite,  # noqa: ARG002
+    ) -> records.SettledWith:
         """Write the end state and, in the same atomic step, the result, over any but a SUCCESS."""
         return "settled" if self.settle(request) else "lost"
 
-    def write_result(self, result: ResultWrite) -> bool:  # noqa: ARG002
-        """Write the result of a duplicate as :meth:`settle_with_result` does; ``False``: its backend has to."""
+    def write_result(self, result: records.ResultWrite) -> bool:  # noqa: ARG002
+        """Write the result of a duplicate likewise; ``False``: its backend has to."""
         return False
 
     def now_ms(self) -> int:
         """Return the time by the store's clock."""
-        # The cheapest call whose answer has the time, with any store.
         return self.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
 
     def forget_mark(self, identity: Identity, *, token: int) -> None:
@@ -326,30 +293,26 @@ class Store(ABC):
         """Would a verb now become part of a transaction that the caller may still undo?"""
         return False
 
-    def without_cache(self) -> Store:
-        """Return this store, or the one behind its cache."""
-        return self
-
     def unguarded_transaction(self) -> AbstractContextManager[object]:
         """Return a transaction in which nothing is settled."""
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def transaction(self, record: Record) -> Transaction:
-        """Return a transaction for the claim that returned ``record``."""
+        """Return the transaction in which the claim of ``record`` runs."""
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting
         """Add to the counters of the current hour, by task and outcome."""
 
-    def counts(self, *, hours: int) -> Sequence[Counted]:  # noqa: ARG002  see supports_counting
-        """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""
+    def counts(self, *, hours: int) -> Sequence[records.Counted]:  # noqa: ARG002  see supports_counting
+        """Return the counters of the last ``hours`` hours, oldest first."""
         return ()
 
     def note_sweep(self) -> None:  # noqa: B027  see supports_counting
         """Note that a sweep ended just now, for ``stats``."""
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:  # noqa: ARG002  nothing to do by default
-        """Maintain other things that the store holds for this app; the sweep reports the counts with its own."""
+        """Maintain the outbox and the like; the sweep reports the counts with its own."""
         return {}
 
     def facts(self) -> Sequence[ServerFacts]:

@@ -1,8 +1,8 @@
 """The table of what each verb does with a record in each state, and how a store applies it.
 
-The first rule for the verb and the state whose condition holds decides the answer and the record that is stored then.
+The first rule for the verb and the state whose conditions all hold decides the answer and the record that is stored.
 Example: a claim that finds a PROCESSING record skips the rule ``"another fingerprint"`` if the fingerprints agree, and
-stops at ``"within its lease"`` if that has not run out: it answers ``held`` and writes nothing.
+stops at ``"before its deadline"`` if that is to come: it answers ``held`` and writes nothing.
 
 If another client writes between the look and the write, the store begins the verb again::
 
@@ -18,14 +18,8 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from celery_idempotent.records import (
-    ClaimRequest,
-    Record,
-    ReserveRequest,
-    SettleRequest,
-    State,
-    Stored,
-)
+from celery_idempotent import records
+from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 Verb = Literal[
     "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered",
@@ -104,7 +98,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("claim", ENDS, "", "settled"),
     # The answer to this claim was lost.
     Rule("claim", (PROCESSING,), "the same attempt", "claimed", PROCESSING, UNCHANGED, life="anew"),
-    Rule("claim", (PROCESSING,), "within its lease", "held"),
+    Rule("claim", (PROCESSING,), "before its deadline", "held"),
     Rule("claim", (PROCESSING,), "", "claimed", PROCESSING, CLAIM, crashes=1, attempts=1, life="anew"),
     Rule("claim", (QUEUED, INTERRUPTED), "", "claimed", PROCESSING, CLAIM, attempts=1, life="anew"),
 
@@ -116,7 +110,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("reserve", (QUEUED,), "the same task id, with a message", "reserved", QUEUED,
          _without(SAME_RESERVATION, "message"), life="anew"),
     Rule("reserve", (QUEUED,), "the same task id", "reserved", QUEUED, SAME_RESERVATION, life="anew"),
-    Rule("reserve", (QUEUED,), "the same caller", "reserved", QUEUED, SAME_RESERVATION, life="anew"),
+    Rule("reserve", (QUEUED,), "the same attempt", "reserved", QUEUED, SAME_RESERVATION, life="anew"),
     Rule("reserve", (QUEUED,), "before its deadline", "held"),
     # Its sender died before it published: the message goes out under the same task id.
     Rule("reserve", (QUEUED,), "", "reserved", QUEUED,
@@ -167,13 +161,13 @@ TABLE: tuple[Rule, ...] = (
     Rule("requeue", ANY, "another token", "none"),
     Rule("requeue", (QUEUED, *ENDS), "", "none"),
     Rule("requeue", (PROCESSING, INTERRUPTED), "has no message", "none"),
-    Rule("requeue", (PROCESSING,), "within its lease, no token given", "none"),
+    Rule("requeue", (PROCESSING,), "before its deadline, no token given", "none"),
     Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, OPERATED, crashes=1, life="longer"),
     Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, OPERATED, life="longer"),
 
     Rule("sweep", (None, INTERRUPTED, *ENDS), "", "none"),
-    Rule("sweep", (PROCESSING,), "within its lease", "none"),
-    Rule("sweep", (PROCESSING,), "is requeued when stale", "requeued", QUEUED, RUN, crashes=1, life="longer"),
+    Rule("sweep", (PROCESSING,), "before its deadline", "none"),
+    Rule("sweep", (PROCESSING,), "requeue if stale, has a message", "requeued", QUEUED, RUN, crashes=1, life="longer"),
     Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, RUN, crashes=1),
     Rule("sweep", (QUEUED,), "before its deadline", "none"),
     # Left to the next reservation.
@@ -243,22 +237,22 @@ def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
 
 
 #: The fields of each request that a record takes: those of the same name.
-_SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
+_SHARED = {
+    request: _shared(request)
+    for request in (records.ClaimRequest, records.ReserveRequest, SettleRequest)
+}
 
 
-def fields_from(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
+def fields_from(request: records.ClaimRequest | records.ReserveRequest | SettleRequest) -> Fields:
     """Return the fields that a request brings for the record."""
     names, read = _SHARED[type(request)]
     return dict(zip(names, read(request), strict=True))
 
 
-def _before_deadline(stored: StoredRecord, _: VerbArguments, now_ms: int) -> bool:
-    deadline_ms = stored.record.deadline_ms
-    return deadline_ms is not None and deadline_ms > now_ms  # at that millisecond it is over
-
+Condition = Callable[[Any, VerbArguments, int], bool]
 
 #: The conditions of rules, on the stored record, the verb's arguments, and the time in ms.
-_CONDITIONS: dict[str, Callable[[Any, VerbArguments, int], bool]] = {
+_CONDITIONS: dict[str, Condition] = {
     # ``None`` is equal to any.
     "another fingerprint": lambda s, a, _: (
         len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
@@ -266,32 +260,24 @@ _CONDITIONS: dict[str, Callable[[Any, VerbArguments, int], bool]] = {
     "another token": lambda s, a, _: a.token not in (None, s.record.token),
     "another state": lambda s, a, _: a.state not in (None, s.record.state),
     "the same attempt": lambda s, a, _: s.attempt == a.attempt,
-    "the same task id, with a message": lambda s, a, _: (
-        s.record.task_id == a.fields["task_id"] and a.fields["message"] is not None
-    ),
     "the same task id": lambda s, a, _: s.record.task_id == a.fields["task_id"],
-    "the same caller": lambda s, a, _: s.attempt == a.attempt,
-    "within its lease": _before_deadline,
-    "before its deadline": _before_deadline,
-    "within its lease, no token given": lambda s, a, now: (
-        a.token is None and _before_deadline(s, a, now)
-    ),
+    "with a message": lambda _, a, __: a.fields["message"] is not None,
+    # At that millisecond it is over.
+    "before its deadline": lambda s, _, now_ms: (s.record.deadline_ms or 0) > now_ms,
+    "no token given": lambda _, a, __: a.token is None,
     "seen as FAILED": lambda _, a, __: a.state is State.FAILED,
     "not swept": lambda s, *_: not s.record.swept,
     "swept": lambda s, *_: s.record.swept,
-    "swept, may be restored": lambda s, a, _: s.record.swept and a.restore,
     "may be restored": lambda _, a, __: a.restore,
     "a retry is announced": lambda s, a, _: (
         a.delay_ms is not None and (s.record.reserved or s.record.message is not None)
     ),
     "has steps": lambda s, *_: bool(s.record.steps),
-    "has steps, by an operator": lambda s, a, _: bool(s.record.steps and a.fields["note"]),
     "by an operator": lambda _, a, __: bool(a.fields["note"]),
     "has this step": lambda s, a, _: bool(a.step and a.step[0] in dict(s.record.steps)),
     "has no message": lambda s, *_: s.record.message is None,
-    "is requeued when stale": lambda s, *_: (
-        s.record.on_stale == "requeue" and s.record.message is not None
-    ),
+    "has a message": lambda s, *_: s.record.message is not None,
+    "requeue if stale": lambda s, *_: s.record.on_stale == "requeue",
 }
 
 
@@ -332,16 +318,20 @@ def after(
     return StoredRecord(record, expires_ms, attempt, stored.requeues + requeues)
 
 
-_RULES: dict[tuple[Verb, State | None], list[Rule]] = {}
+_RULES: dict[tuple[Verb, State | None], list[tuple[Rule, list[Condition]]]] = {}
 for _rule in TABLE:
+    _conditions = [_CONDITIONS[each] for each in _rule.when.split(", ") if each]
     for _state in _rule.found:
-        _RULES.setdefault((_rule.verb, _state), []).append(_rule)
+        _RULES.setdefault((_rule.verb, _state), []).append((_rule, _conditions))
 
 
 def decide(verb: Verb, stored: StoredRecord | None, args: VerbArguments, now_ms: int) -> Rule:
-    """Return the first rule of the verb that holds."""
-    for rule in _RULES[verb, None if stored is None else stored.record.state]:
-        if not rule.when or _CONDITIONS[rule.when](stored, args, now_ms):
+    """Return the verb's first rule whose conditions hold."""
+    for rule, conditions in _RULES[verb, None if stored is None else stored.record.state]:
+        for holds in conditions:
+            if not holds(stored, args, now_ms):
+                break
+        else:
             return rule
     raise AssertionError(f"the table has no rule for {verb} {stored}")
 

@@ -6,10 +6,10 @@ false: the walk makes those of the rules before false, and that of the rule itse
     the rules of claim for PROCESSING, in order     made     by
     1  "another fingerprint" ─▶ mismatched          false    the same fingerprint (as a scene has it at first)
     2  "the same attempt" ─▶ claimed                false    another attempt (likewise)
-    3  "within its lease" ─▶ held                        true     not past its lease: claim ─▶ Held
+    3  "before its deadline" ─▶ held                true     not past its lease: claim ─▶ Held
 
 A store that fails here does something else than the table says in the state, and under the condition, that the test's
-id names: ``claim PROCESSING within its lease``.
+id names: ``claim PROCESSING before its deadline``.
 """
 
 from __future__ import annotations
@@ -63,19 +63,17 @@ class Scene:
     note: str = ""
 
 
-#: What makes each condition true, and what makes it false.
+#: What makes each condition of a rule true, and what makes it false.
 SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "": ({}, {}),
     "another fingerprint": ({"fingerprint": OTHER_FINGERPRINT}, {}),
     "another token": ({"token": 1}, {}),
     "another state": ({"another_state": True}, {}),
-    "the same attempt": ({"attempt": MINE}, {}),
+    "the same attempt": ({"attempt": MINE, "taken_over": True}, {}),
     "the same task id, with a message": ({"task_id": TASK_ID, "message": b"brought"}, {}),
     "the same task id": ({"task_id": TASK_ID}, {}),
-    "the same caller": ({"taken_over": True}, {}),
-    "within its lease": ({}, {"late": True}),
     "before its deadline": ({}, {"late": True}),
-    "within its lease, no token given": ({"token": None}, {"late": True, "token": None}),
+    "before its deadline, no token given": ({"token": None}, {"late": True, "token": None}),
     "seen as FAILED": ({"restore": False}, {}),
     "not swept": ({}, {"swept": True}),
     "swept": ({"swept": True}, {}),
@@ -87,7 +85,7 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "by an operator": ({"note": NOTE}, {}),
     "has this step": ({"step": "pay"}, {}),
     "has no message": ({"stored_message": None}, {}),
-    "is requeued when stale": ({"on_stale": "requeue"}, {}),
+    "requeue if stale, has a message": ({"on_stale": "requeue"}, {}),
 }
 EMPTY = {
     field.name: None if field.default is dataclasses.MISSING else field.default
