@@ -1,8 +1,9 @@
-"""Checks of an app, its store and its broker; a worker that starts runs them and logs a line for each finding."""
+"""Checks of an app, its store and its broker; a worker that starts logs the findings."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that can go wrong. ``id`` begins with E where tasks will not run, else with W."""
+    """Something that can go wrong; ``id`` begins with E where tasks will not run, else with W."""
 
     id: str
     problem: str
@@ -35,79 +36,53 @@ class Finding:
 
     @property
     def level(self) -> Literal["error", "warning"]:
-        """How bad it is, in a word."""
+        """The letter of the id as a word."""
         return "error" if self.id.startswith("E") else "warning"
 
 
-#: Each finding: its problem, and what to do about it.
-_TEXTS: Final = {
-    "E001": (
-        "No worker starts: {error}",
-        "Correct the option that it names; for any other error, import the app's tasks in a shell.",
-    ),
-    "W002": (
-        "Tasks are acknowledged before they run, and so lost with a worker that dies: {tasks}.",
-        "Leave acks_late to IdempotentTask, which sets it, or set it to True.",
-    ),
-    "W003": (
-        "No sweep is scheduled: claims of dead workers stay PROCESSING, and idempotency_on_stale does nothing.",
-        "Set idempotency_sweep_interval, or run the task celery_idempotent.sweep every half minute.",
-    ),
-    # The worker that gets such a message publishes it again and again until the lease of the dead one ends.
-    "W004": (
-        "After a crash, messages come back before the lease ends ({broker.option}: {broker.seconds:g} s): {tasks}.",
-        "Set idempotency_lease below the {broker.option}, or raise that in broker_transport_options.",
-    ),
-    "W005": (
-        "The store is in the memory of each process: processes do not see each other's keys.",
-        "Set idempotency_store to a Redis or a database; memory:// is for tests.",
-    ),
-    "E006": (
-        "The store cannot be used, and no idempotent task runs: {error}",
-        "Start it, give its user the rights that docs/running.md lists, or set idempotency_store to another.",
-    ),
-    "E007": ("{server.kind} {server.version} is too old.", "Use Redis 6.2, Valkey 7.2 or newer."),
-    "W008": (
-        "{server.kind} evicts records when memory is full (maxmemory-policy {server.eviction}): their tasks run again.",
-        "Set maxmemory-policy noeviction, or keep records in a Redis of their own.",
-    ),
-    "W009": (
-        "{server.kind} writes nothing to disk: after a restart, completed operations may run again.",
-        "Set appendonly yes, with appendfsync everysec or always.",
-    ),
-    "W020": (
-        "Tasks wait for a silent server for minutes, or forever: {store!r} sets no {missing}.",
-        "Set them in the OPTIONS of that database, as docs/exactly-once.md says.",
-    ),
-    "W023": (
-        "A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.",
-        "Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker should run it.",
-    ),
-    "W024": (
-        "django-tenants is installed, and all tenants share the keys of these tasks: {tasks}.",
-        "Set idempotency_scope so that it names the tenant, as docs/recipes.md says.",
-    ),
-    "W025": (
-        "SQLite cannot end a frozen worker's transaction, and nobody else writes until its process is gone: {tasks}.",
-        "Keep the database of atomic tasks in PostgreSQL, MariaDB or MySQL.",
-    ),
-    "W026": (
-        "Atomic tasks are committed in {store!r}, and Django writes every model to another database: {tasks}.",
-        "Set idempotency_store to the database of their models, or route those to it by DATABASE_ROUTERS.",
-    ),
-}
+#: Each finding: its id and problem, then a hint.
+_TEXTS: Final = """
+E001 No worker starts: {error}
+     Correct the option that it names; for any other error, import the app's tasks in a shell.
+W002 Tasks are acknowledged before they run, and so lost with a worker that dies: {tasks}.
+     Leave acks_late to IdempotentTask, which sets it, or set it to True.
+W003 No sweep is scheduled: claims of dead workers stay PROCESSING, and idempotency_on_stale does nothing.
+     Set idempotency_sweep_interval, or run the task celery_idempotent.sweep every half minute.
+W004 After a crash, messages come back before the lease ends ({broker.option}: {broker.seconds:g} s): {tasks}.
+     Set idempotency_lease below the {broker.option}, or raise that in broker_transport_options.
+W005 The store is in the memory of each process: processes do not see each other's keys.
+     Set idempotency_store to a Redis or a database; memory:// is for tests.
+E006 The store cannot be used, and no idempotent task runs: {error}
+     Start it, give its user the rights that docs/running.md lists, or set idempotency_store to another.
+E007 {server.kind} {server.version} is too old.
+     Use Redis 6.2, Valkey 7.2 or newer.
+W008 {server.kind} evicts records when memory is full (maxmemory-policy {server.eviction}): their tasks run again.
+     Set maxmemory-policy noeviction, or keep records in a Redis of their own.
+W009 {server.kind} writes nothing to disk: after a restart, completed operations may run again.
+     Set appendonly yes, with appendfsync everysec or always.
+W020 Tasks wait for a silent server for minutes, or forever: {store!r} sets no {missing}.
+     Set them in the OPTIONS of that database, as docs/exactly-once.md says.
+W023 A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.
+     Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker should run it.
+W024 django-tenants is installed, and all tenants share the keys of these tasks: {tasks}.
+     Set idempotency_scope so that it names the tenant, as docs/recipes.md says.
+W025 SQLite cannot end a frozen worker's transaction, and nobody else writes until its process is gone: {tasks}.
+     Keep the database of atomic tasks in PostgreSQL, MariaDB or MySQL.
+W026 Atomic tasks are committed in {store!r}, and Django writes every model to another database: {tasks}.
+     Set idempotency_store to the database of their models, or route those to it by DATABASE_ROUTERS.
+"""
 
 #: The oldest releases that have the commands that the store uses.
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
 
 
 def check(app: AnyCelery) -> list[Finding]:
-    """Return all findings about an app: its tasks are imported, and its store is asked."""
+    """Return all findings about an app; import its tasks, and ask its store."""
     return [*check_settings(app), *check_store(app)]
 
 
 def check_settings(app: AnyCelery) -> list[Finding]:
-    """Return the findings about the app and its settings, without asking a server; imports the app's tasks."""
+    """Return the findings about the app and its settings, without asking a server; import its tasks."""
     store, tasks, errors = _open(app)
     if store is None:
         return errors
@@ -148,7 +123,7 @@ def _find_broadcast(app: AnyCelery, tasks: Iterable[Definition]) -> list[Definit
 
 
 def check_store(app: AnyCelery) -> list[Finding]:
-    """Return the findings about the store and its servers, which are asked."""
+    """Return the findings about the store and its servers."""
     store, _, _ = _open(app)  # its errors are findings of check_settings()
     if store is None:
         return []
@@ -174,12 +149,12 @@ def check_store(app: AnyCelery) -> list[Finding]:
 def _findings(found: Mapping[str, object], **words: object) -> list[Finding]:
     """Return a finding for each id with a true value; the text names the tasks of a list."""
     made = []
-    for name, value in found.items():
-        if isinstance(value, list):
-            words["tasks"] = ", ".join(each.name for each in value)
-        if value:
-            problem, hint = (text.format_map(words) for text in _TEXTS[name])
-            made.append(Finding(id=name, problem=problem, hint=hint))
+    for name, problem, hint in re.findall(r"(\w+) (.+)\n +(.+)\n", _TEXTS):
+        if value := found.get(name):
+            if isinstance(value, list):
+                words["tasks"] = ", ".join(each.name for each in value)
+            texts = {"problem": problem.format_map(words), "hint": hint.format_map(words)}
+            made.append(Finding(id=name, **texts))
     return made
 
 
@@ -195,12 +170,12 @@ def _open(app: AnyCelery) -> tuple[Store | None, list[Definition], list[Finding]
 
 
 def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
-    """Return the store (``None`` if no task needs one) and the tasks that are not switched off; asks no server.
+    """Return the store (``None`` if no task needs one) and the tasks that are not switched off.
 
     Raises:
         IdempotencyError: for a bad option, a missing store, or an atomic task whose store has no transactions.
     """
-    # A call, which makes the definition where it is missing: a task with bad options is registered without one.
+    # A task with bad options is registered without a definition: the call makes it.
     known = [getattr(task, "idempotency_definition", None) for _, task in sorted(app.tasks.items())]
     tasks = [made for find in known if find is not None and (made := find()) is not None]
     if not tasks:
@@ -216,7 +191,7 @@ def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
 def check_in_thread(app: AnyCelery) -> None:
     """Log the findings of a worker, which has imported the app's tasks.
 
-    From a daemon thread: a server that does not answer must delay neither the worker's first message nor its end.
+    From a daemon thread: a silent server must delay neither the worker's first message nor its end.
     """
     loaded.add(app)
 

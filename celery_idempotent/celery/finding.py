@@ -1,12 +1,11 @@
 """Finding records: by a key as people type it, by the id of a task, by a selection.
 
-People type less than a record's identity, so several are asked for::
+::
 
     order-17            the key "order-17" without a scope, in each namespace of the app; then, by a scan, everywhere
     17                  the keys 17 (a number) and "17" (a text)
     --scope "user 3"    requests of the user with this primary key
-    4ce1…               the task id that is the key of a call without one; else the unfinished and failed records are
-                        searched for this task id
+    4ce1…               the key of a call without one; else the task id of an unfinished or failed record
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-#: The states that have an index.
+#: States with an index.
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
-#: States by the names that the CLI and the admin have for them; ``stale``: only those whose lease ran out.
+#: States by their names in the CLI and the admin; ``stale``: only those whose lease ran out.
 STATES: Mapping[str, frozenset[State]] = {
     "any": frozenset(),
     "live": frozenset({State.QUEUED, State.PROCESSING}),
@@ -59,10 +58,9 @@ def look(
     enough: float = math.inf,
     seconds: float = math.inf,
 ) -> Page:
-    """Return several pages as one: until ``enough`` records are found, or time is over.
+    """Return several pages, of ``limit`` records at most, as one with ``enough`` records.
 
-    Each page takes ``limit`` records at most. The cursor of the result says whether there may be more. ``task_id``: of
-    the records selected but for their keys, those of this task or of such a key.
+    ``task_id``: of the records selected but for their keys, those of this task or of such a key.
     """
     found: dict[Identity, Record] = {}
     looked_at, give_up = 0, monotonic() + seconds
@@ -78,10 +76,9 @@ def look(
 
 
 def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str]) -> list[Record]:
-    """Return the records with this key in the namespace and scopes selected; if there are none, of this task id.
+    """Return the records with this key; if there are none, the unfinished and failed ones of this task id.
 
-    A key is one question for each namespace, spelling and scope. A task id is searched for among the unfinished and
-    failed records.
+    A key takes one query for each namespace, spelling and scope.
     """
     every = [
         Identity(namespace=namespace, scope=scope, key=key)
@@ -131,7 +128,7 @@ def select(
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:
-    """Return the canonical forms that a typed text may mean: as it is, as a str, a tuple, a task id."""
+    """Return the canonical forms of a typed text: as it is, as a str, a tuple, a task id."""
     found = [text]
     with contextlib.suppress(InvalidKey, ValueError, RecursionError):
         if isinstance(parts := json.loads(text), list):
@@ -144,7 +141,7 @@ def spellings(text: str, *, what: str = "key") -> list[str]:
 
 
 def scopes_of(text: str) -> list[str]:
-    """Return the canonical scopes that a typed text may mean; ``user 17``: of that user's requests.
+    """Return the canonical scopes of a typed text; ``user 17``: of that user's requests.
 
     Raises:
         InvalidKey: if no user can have that primary key.
@@ -157,6 +154,6 @@ def scopes_of(text: str) -> list[str]:
 
 
 def task_name(app: Celery, identity: Identity) -> str:
-    """Return the name of a record's task; its namespace, if no task of this app has that."""
+    """Return the name of a record's task; its namespace, if it is of no task of this app."""
     definition = definition_of(app, identity.namespace)
     return identity.namespace if definition is None else definition.name

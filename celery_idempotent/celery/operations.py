@@ -4,8 +4,6 @@ An operation names the token and the state that the operator saw, and does nothi
 
     operator   look: order-17 is FAILED, token 7 ─ ask ─────────────────────── forget, if FAILED with token 7: CHANGED
     worker                                           claim: PROCESSING, token 8
-
-Each is reported once: a counter, a line of the log, an event with who and why, an entry in Django's admin log.
 """
 
 from __future__ import annotations
@@ -36,15 +34,12 @@ logger = logging.getLogger(__name__)
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
 
-#: The most characters of a stored note.
-_LONGEST_NOTE = 600
-
 #: After this many records in a row without an answer of the store the rest is not tried: each waits for a time-out.
 _SILENT = 2
 
 
 class Meaning(NamedTuple):
-    """What an operation does, and to which records.
+    """An operation's effect, and the records that it applies to.
 
     ``leaves``: the state that it leaves, ``None`` if it deletes the record. ``repeats``: an effect may happen twice.
     """
@@ -57,12 +52,12 @@ class Meaning(NamedTuple):
     repeats: bool = True
 
     def applies(self, record: Record) -> bool:
-        """Whether the operation means something for this record, live or not."""
-        has_message = self.leaves is not State.QUEUED or record.message is not None
-        return record.state in self.states and has_message
+        """Does it apply to this record, live or not?"""
+        lacks_message = self.leaves is State.QUEUED and record.message is None
+        return record.state in self.states and not lacks_message
 
 
-#: All of them, in the order in which they are offered.
+#: In the order in which they are offered.
 OPERATIONS: Final[Mapping[Operation, Meaning]] = {
     "release": Meaning(
         "released",
@@ -120,8 +115,8 @@ class Outcome(enum.Enum):
 class OperationRequest:
     """An operation, by ``who`` (default: this process), and why.
 
-    ``force``: also where an owner within its lease holds the key. ``value``: what to complete with, as the task would
-    write it. :exc:`ValueError` for a force without a reason.
+    ``force``: also on a live owner; :exc:`ValueError` without a reason. ``value``: to complete with, as the task would
+    write it.
     """
 
     operation: Operation
@@ -137,29 +132,29 @@ class OperationRequest:
 
     @property
     def note(self) -> str:
-        """What the record keeps of it."""
+        """The line that the record keeps."""
         why = f": {self.reason}" if self.reason else ""
         who = self.who or worker_name(os.getpid())
-        return printable(f"{self.operation} by {who}{why}")[:_LONGEST_NOTE]
+        return printable(f"{self.operation} by {who}{why}")[:600]
 
 
-#: Called with each operation of a named person that was done, or may have been: Django's admin log registers here.
+#: Called with each operation of a named person that was done, or may have been.
 audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
 
 
 # -- what may be done --------------------------------------------------------------------------------------------------
 
-#: What an operation would do to a record: apply; nothing, for its owner is live; nothing, for it does not apply.
+#: An operation applies to a record; it has to be forced; it does not apply.
 Verdict = Literal["apply", "held", "skip"]
 
 
 def is_live(record: Record, now_ms: int) -> bool:
-    """Whether an owner within its lease holds the key at ``now_ms`` of the store's clock."""
+    """Does an owner within its lease hold the key at ``now_ms`` of the store's clock?"""
     return record.state is State.PROCESSING and not record.stale(now_ms)
 
 
 def verdict(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -> Verdict:
-    """Return what an operation would do to a record, as :meth:`Store.get` returns it."""
+    """Return whether an operation applies to a record, as :meth:`Store.get` returns it."""
     if not OPERATIONS[operation].applies(record):
         return "skip"
     # Only a task of this app can write a value.
@@ -181,8 +176,7 @@ def operate(
 ) -> Outcome:
     """Operate on the record with this token and this state.
 
-    A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
-    running. The next claim gets a larger token.
+    A live owner is left alone, unless this is forced: then it loses the key, and may still be running.
 
     Raises:
         StoreUnavailable: if the store did not answer; the operation may have been done.
@@ -199,26 +193,23 @@ def operate(
     live = is_live(record, store.now_ms())
     if live and not request.force:
         return Outcome.LIVE
-    entry = f"{request.operation.capitalize()}: it may have been done"
+    outcome = Outcome.UNKNOWN
     try:
         outcome = _execute(app, store, request, record)
-        entry = "" if outcome is Outcome.CHANGED else meaning.done.capitalize()
-        entry += " (its message is not published yet)" if outcome is Outcome.UNSENT else ""
     finally:
-        if entry:
-            _audit(identity, request, entry, live)
+        if outcome is not Outcome.CHANGED:
+            _audit(identity, request, outcome, live)
     if outcome is not Outcome.CHANGED:
         heartbeat.start()  # which writes the counters
     return outcome
 
 
 def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest) -> bool:
-    """Operate on the record of a key, whatever its token; ``False`` if there is none to which that applies.
+    """Operate on the record of a key, whatever its token; ``False`` if it does not apply.
 
     Raises:
-        InProgress: if an owner within its lease holds the key, and this is not forced.
-        ValueError: as :func:`operate` does.
-        StoreUnavailable: if the store did not answer; the operation may have been done.
+        InProgress: if a live owner holds the key, and this is not forced.
+        ValueError, StoreUnavailable: as :func:`operate`.
     """
     store, operation = get_store(app), request.operation
     while (record := store.get(identity)) and OPERATIONS[operation].applies(record):
@@ -232,39 +223,43 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
         if outcome is not Outcome.CHANGED:  # else look again
             return True
     if operation == "forget":
-        # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
-        store.forget(identity, token=0)
+        store.forget(
+            identity, token=0
+        )  # no record has that token, but a copy in a cache may be left
     return False
 
 
 def operate_on_each(
     app: Celery, request: OperationRequest, records: Iterable[Record]
 ) -> Iterator[tuple[Record, Outcome, str]]:
-    """Operate on each record as it was seen; yield it with its outcome, and that in words.
+    """Operate on each record as it was seen; yield it with its outcome, also in words.
 
-    A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
+    A failure of one does not stop the others, unless the store is silent.
     """
-    silent = 0
+    silent, unknown = 0, Outcome.UNKNOWN
     for record in records:
         about = request.operation, record.identity
         try:
             outcome = operate(app, record.identity, request, token=record.token, state=record.state)
         except IdempotencyError as error:
             logger.warning("idempotency: %s of %s failed: %s", *about, error)
-            yield record, Outcome.UNKNOWN, f"{Outcome.UNKNOWN.value}: {error}"
+            yield record, unknown, f"{unknown.value}: {error}"
             if (silent := silent + 1) == _SILENT:
                 return
         except Exception as error:  # a fault that concerns one record
             logger.exception("idempotency: %s of %s failed", *about)
-            more = f"{type(error).__name__}. The log says more."
-            yield record, Outcome.UNKNOWN, f"{Outcome.UNKNOWN.value}: {more}"
+            yield record, unknown, f"{unknown.value}: {type(error).__name__}. The log says more."
         else:
             silent, done = 0, outcome is Outcome.DONE
             yield record, outcome, OPERATIONS[request.operation].done if done else outcome.value
 
 
-def _audit(identity: Identity, request: OperationRequest, entry: str, live: bool) -> None:
-    """Write an entry; a log that fails delays no incident and changes no outcome."""
+def _audit(identity: Identity, request: OperationRequest, outcome: Outcome, live: bool) -> None:
+    """Write an entry; a log that fails changes no outcome."""
+    entry = OPERATIONS[request.operation].done.capitalize()
+    if outcome is Outcome.UNKNOWN:
+        entry = f"{request.operation.capitalize()}: it may have been done"
+    entry += " (its message is not published yet)" if outcome is Outcome.UNSENT else ""
     entry += ", forced on a live owner" if live else ""
     entry += f". Reason: {request.reason}" if request.reason else ""
     for write_entry in audit_logs if request.who else ():
@@ -287,11 +282,10 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
             signal = signals.requeued
             # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
             done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
-        case "complete":
-            done = sweep.end_record(app, record, request.value, note=note)
-        case "fail":
-            error = FailedByOperator(f"{identity} was settled as failed by an operator.")
-            done = sweep.end_record(app, record, error, note=note)
+        case "complete" | "fail" as operation:
+            if operation == "fail":
+                error = FailedByOperator(f"{identity} was settled as failed by an operator.")
+            done = sweep.end_record(app, record, error or request.value, note=note)
         case "forget":
             signal, past = signals.forgotten, "forgot"
             # The state, too: a run that completed a moment ago is not what was seen.
@@ -305,19 +299,18 @@ def _execute(app: Celery, store: Store, request: OperationRequest, record: Recor
         # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
         sent = sweep.send_again(app, done, **details)
         return Outcome.DONE if sent else Outcome.UNSENT
-    details = {**details, "state": state, "error": error}
+    details |= {"state": state, "error": error}
     sweep.report_record(app, signal, record, **details)
     return Outcome.DONE
 
 
 def _find_done(store: Store, seen: Record, state: State | None, note: str) -> Record | None:
-    """Return the record as the operation leaves it, although the store says that it did nothing.
+    """Return the record as the operation left it, although the store says that it did nothing.
 
-    A store that gets no answer asks again, and then finds its own work. ``state``: what the record is left in, ``None``
-    if it is deleted.
+    A store whose answer is lost asks again, and then finds its own work. ``state``: ``None`` for a deletion.
     """
     found = store.get(seen.identity)
     if state is None:
-        # A record that was not deleted keeps its beginning, also when it is claimed again.
+        # A record that was not deleted keeps its beginning through further claims.
         return seen if found is None or found.created_ms != seen.created_ms else None
     return found if found is not None and (found.state, found.note) == (state, note) else None
