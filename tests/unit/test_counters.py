@@ -153,13 +153,15 @@ def publish(then: str = "", *args: str) -> subprocess.Popen[str]:
 
 def test_what_a_publisher_counts_is_written_while_it_lives():
     with publish("time.sleep(3600)", "often") as process:
-        assert process.stdout is not None
-        written = 0
-        while written < 3:
-            counter, _, count = process.stdout.readline().rpartition(" ")
-            assert counter == "parent charge reserved"
-            written += int(count)
-        process.kill()
+        try:
+            assert process.stdout is not None
+            written = 0
+            while written < 3:
+                counter, _, count = process.stdout.readline().rpartition(" ")
+                assert counter == "parent charge reserved"
+                written += int(count)
+        finally:
+            process.kill()
 
 
 def test_a_fork_of_a_publisher_writes_its_own_counts_and_not_those_of_its_parent():
