@@ -25,8 +25,6 @@ from celery_idempotent.keys.rules import canonical, task_id_key
 from celery_idempotent.records import Identity, Page, Record, Selection, State
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
@@ -99,9 +97,6 @@ def read_whole(store: Store, identities: Iterable[Identity]) -> list[Record]:
     return [record for record in found if record is not None]
 
 
-# -- what people type --------------------------------------------------------------------------------------------------
-
-
 def select(
     app: AnyCelery,
     chosen: Mapping[str, str | None],
@@ -153,7 +148,7 @@ def scopes_of(text: str) -> list[str]:
     return [canonical(user, what="scope", task="search")]
 
 
-def task_name(app: Celery, identity: Identity) -> str:
+def task_name(app: AnyCelery, identity: Identity) -> str:
     """Return the name of a record's task; its namespace, if it is of no task of this app."""
     definition = definition_of(app, identity.namespace)
     return identity.namespace if definition is None else definition.name

@@ -25,8 +25,6 @@ from celery_idempotent.signals import Details, Line, printable, worker_name
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
@@ -142,8 +140,6 @@ class OperationRequest:
 audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
 
 
-# -- what may be done --------------------------------------------------------------------------------------------------
-
 #: An operation applies to a record; it has to be forced; it does not apply.
 Verdict = Literal["apply", "held", "skip"]
 
@@ -166,9 +162,6 @@ def verdict(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -
 def offered(app: AnyCelery, record: Record) -> list[Operation]:
     """Return the operations that apply to a record, forced or not."""
     return [each for each in OPERATIONS if verdict(app, each, record, 0) != "skip"]
-
-
-# -- to do it ----------------------------------------------------------------------------------------------------------
 
 
 def operate(
@@ -204,7 +197,7 @@ def operate(
     return outcome
 
 
-def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest) -> bool:
+def operate_or_raise(app: AnyCelery, identity: Identity, request: OperationRequest) -> bool:
     """Operate on the record of a key, whatever its token; ``False`` if it does not apply.
 
     Raises:
@@ -230,7 +223,7 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
 
 
 def operate_on_each(
-    app: Celery, request: OperationRequest, records: Iterable[Record]
+    app: AnyCelery, request: OperationRequest, records: Iterable[Record]
 ) -> Iterator[tuple[Record, Outcome, str]]:
     """Operate on each record as it was seen; yield it with its outcome, also in words.
 
@@ -269,7 +262,7 @@ def _audit(identity: Identity, request: OperationRequest, outcome: Outcome, live
             logger.warning("idempotency: the admin's log lacks this operation: %s", error)
 
 
-def _execute(app: Celery, store: Store, request: OperationRequest, record: Record) -> Outcome:
+def _execute(app: AnyCelery, store: Store, request: OperationRequest, record: Record) -> Outcome:
     identity, token, note = record.identity, record.token, request.note
     meaning = OPERATIONS[request.operation]
     signal, state, past, error = signals.settled, meaning.leaves, meaning.done, None

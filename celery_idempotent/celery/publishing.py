@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery.canvas import Signature, maybe_signature
 from celery.exceptions import Reject
@@ -29,7 +29,7 @@ from celery.utils import uuid
 from celery_idempotent import signals
 from celery_idempotent.celery.canvas import AnySignature, Place, derive_ids, with_tasks
 from celery_idempotent.celery.definition import DefinedTask, Definition, may_guard
-from celery_idempotent.celery.typed import Options, Result
+from celery_idempotent.celery.typed import AnyCelery, Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
@@ -37,9 +37,6 @@ from celery_idempotent.protocol.run import Run, release, run_in_progress
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, ReserveRequest, State
 from celery_idempotent.signals import Line
 from celery_idempotent.stores import Store, get_store
-
-if TYPE_CHECKING:
-    from celery import Celery
 
 logger = logging.getLogger(__name__)
 
@@ -168,15 +165,12 @@ def take_key(options: Options) -> tuple[object, object]:
     return key, scope
 
 
-def give_ids_to_callbacks(app: Celery, options: Options) -> None:
+def give_ids_to_callbacks(app: AnyCelery, options: Options) -> None:
     """Derive the ids of callbacks from the call's own: a callback that is sent twice keeps its id."""
     for kind in ("link", "link_error"):
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
             options[kind] = derive_ids(app, options[kind], options["task_id"], kind)
-
-
-# -- sent later: the outbox --------------------------------------------------------------------------------------------
 
 
 def take_interceptor() -> Interceptor | None:
@@ -226,9 +220,6 @@ def absolute(options: Mapping[str, object], *, task: str) -> Options:
     return kept
 
 
-# -- a run publishes its own retry -------------------------------------------------------------------------------------
-
-
 def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -> Run | None:
     """Return the run in progress if this call is its retry, no replacement with the same task id."""
     run = run_in_progress()
@@ -254,9 +245,6 @@ def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Opti
 
     retrying.after_rollback = after_rollback
     return task.AsyncResult(options["task_id"])
-
-
-# -- to reserve --------------------------------------------------------------------------------------------------------
 
 
 def _reserve_and_send(
@@ -339,10 +327,7 @@ def lost_after_ms(options: Options) -> int:
     return RESERVED_MS + max(int(wait * 1000), 0)
 
 
-# -- chains ------------------------------------------------------------------------------------------------------------
-
-
-def with_run(app: Celery, step: object, run: str) -> object:
+def with_run(app: AnyCelery, step: object, run: str) -> object:
     """Return a copy of a chain's last step whose stamp has ``run``, the task id of the chain's first step.
 
     A chain object that is applied twice gives its last step one task id: without ``run`` the second one would be a

@@ -21,8 +21,6 @@ from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Record, State, Stats, Stored, moment
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
@@ -31,9 +29,6 @@ LONGEST = 10_000
 
 #: A message that waits in the outbox for longer has lost its sender, or its broker.
 OUTBOX_MS = 60_000
-
-
-# -- times and values --------------------------------------------------------------------------------------------------
 
 
 def iso(ms: int | None) -> str | None:
@@ -57,7 +52,9 @@ def ago(ms: int, now_ms: int) -> str:
     return f"in {words}" if ms > now_ms else f"{words} ago"
 
 
-def show_value(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> str:
+def show_value(
+    app: AnyCelery, record: Record, read: Callable[[Stored], object] | None = None
+) -> str:
     """Return the result or error of a record as text, or the reason why it cannot be read."""
     try:
         value = _load(app, record, read)
@@ -71,7 +68,7 @@ def show_value(app: Celery, record: Record, read: Callable[[Stored], object] | N
     return text[:LONGEST] + ("\n… (cut here)" if len(text) > LONGEST else "")
 
 
-def _load(app: Celery, record: Record, read: Callable[[Stored], object] | None = None) -> object:
+def _load(app: AnyCelery, record: Record, read: Callable[[Stored], object] | None = None) -> object:
     if record.value is None or record.replaced:
         raise ResultUnavailable("It was not kept in the record.")
     definition = definition_of(app, namespace := record.identity.namespace, load=True)
@@ -80,7 +77,7 @@ def _load(app: Celery, record: Record, read: Callable[[Stored], object] | None =
     return (read or load)(record.value)
 
 
-def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
+def value_from_json(app: AnyCelery, identity: Identity, text: str) -> Stored:
     """Return a value that an operator gives for a key, as its task would write it.
 
     Raises:
@@ -97,8 +94,6 @@ def value_from_json(app: Celery, identity: Identity, text: str) -> Stored:
     return definition.codec.dump_given(value)
 
 
-# -- health ------------------------------------------------------------------------------------------------------------
-
 #: The series of charts and tables, from below, each with its outcomes. ``released``: a run raised or asked for a retry.
 SERIES: Mapping[str, tuple[str, ...]] = {
     "runs": ("claimed",),
@@ -110,7 +105,7 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def sweeps_of(app: Celery, store: Store, stats: Stats) -> tuple[bool, str]:
+def sweeps_of(app: AnyCelery, store: Store, stats: Stats) -> tuple[bool, str]:
     """Return whether a sweep ended less than three intervals ago, and a sentence about it."""
     interval = sweep_interval(app)
     if not store.supports_counting:
@@ -125,7 +120,9 @@ def sweeps_of(app: Celery, store: Store, stats: Stats) -> tuple[bool, str]:
     return well, f"Sweeps are due every {interval:g} s, and {last}{doubt}"
 
 
-def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[dict[str, Any], str]:
+def check_health(
+    app: AnyCelery, store: Store, *, outbox_ms: int | None
+) -> tuple[dict[str, Any], str]:
     """Return the health of store, sweeps and outbox as JSON, and a sentence about sweeps.
 
     ``outbox_ms`` is the age of the oldest message in the outbox.
@@ -146,9 +143,6 @@ def check_health(app: Celery, store: Store, *, outbox_ms: int | None) -> tuple[d
         "outbox": {"well": sent, "oldest_s": None if outbox_ms is None else outbox_ms // 1000},
     }
     return found, sentence
-
-
-# -- the story ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,9 +147,6 @@ def end_record(
     return found.note == note if note else settled and found.token == record.token
 
 
-# -- the task ----------------------------------------------------------------------------------------------------------
-
-
 def sweep_interval(app: Celery) -> float | None:
     """Return the seconds between two sweeps by beat, ``None`` for none.
 

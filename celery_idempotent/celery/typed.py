@@ -39,4 +39,5 @@ if TYPE_CHECKING:
         ) -> KeyedSignature: ...
 
 else:
-    AnyTask, KeyedSignature, Result, Sig, TaskBase = Task, Signature, AsyncResult, Signature, Task
+    AnyCelery, AnyTask, TaskBase = Celery, Task, Task
+    KeyedSignature, Result, Sig = Signature, AsyncResult, Signature

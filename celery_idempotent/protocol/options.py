@@ -35,9 +35,6 @@ def option(default: T, read: Callable[[object], T]) -> T:
     return field(default=default, metadata={"read": read})
 
 
-# -- readers -----------------------------------------------------------------------------------------------------------
-
-
 def accept_if(accepts: Callable[[object], bool], message: str) -> Reader:
     """Return a reader of values that ``accepts(value)``; it raises ``ValueError(message)`` for others."""
 
@@ -84,9 +81,6 @@ whole_number = accept_if(
 )
 
 
-# -- options classes ---------------------------------------------------------------------------------------------------
-
-
 def fields_by_option(kind: type) -> dict[str, Field[object]]:
     """Return the fields of an options class by the names of the options: the field of ``lease`` is ``lease_ms``."""
     return {each.name.removesuffix("_ms"): each for each in fields(kind)}
@@ -128,8 +122,6 @@ def refuse_unknown(
     hint = f"did you mean {close[0]}?" if len(close) == 1 else f"known are {', '.join(close)}."
     raise InvalidOption(f"{prefix}{unknown[0]} of {where} is not an option: {hint}")
 
-
-# -- the options of a task -------------------------------------------------------------------------------------------
 
 StoreErrorPolicy = Literal["closed", "open"]
 Mode = Literal["enforce", "observe", "off"]
