@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from typing import Any
 from urllib.parse import quote as url_quote
 
@@ -53,6 +54,7 @@ FOUND: list[tuple[dict[str, str], set[str]]] = [
     ({"scope": "tenant-1"}, {"done"}),
     ({"task": TASK, "state": "COMPLETED"}, {"done"}),
     ({"age": "1h"}, set()),
+    ({"age": "last10m", "state": "FAILED"}, {"failed"}),
     ({"key": "done"}, {"done"}),
     ({"key": "nothing"}, set()),
     ({"key": "elsewhere", "task": "shop.ship"}, {"elsewhere"}),
@@ -65,6 +67,49 @@ def test_filters_and_search_find_what_they_say(filled: Store, operator: Client) 
         answer = operator.get(LIST, query)
         assert answer.status_code == 200, query
         assert keys(answer) == found, query
+
+
+DECLINED = value(
+    '{"exc_type": "Declined", "exc_message": ["no funds\\nof 17"], "exc_module": "shop"}'
+)
+
+
+def test_the_list_says_why_records_failed_to_those_who_may_see_results(
+    store: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    serve(store)
+    settle(store, claim(store, "failed"), State.FAILED, DECLINED)
+    settle(store, claim(store, "without"), State.FAILED)
+    settle(store, claim(store, "done"), stored=value('"the result"'))
+    for key, end in (("lost", store.interrupt), ("half", store.release)):
+        record = claim(store, key)
+        store.checkpoint(record.identity, token=record.token, name="charged", value=value("1"))
+        end(record.identity, token=record.token)
+
+    def reasons(browser: Client) -> dict[str, str]:
+        rows = browser.get(LIST).context_data["rows"]  # type: ignore[index]
+        return {row.record.identity.key: row.why for row in rows if row.why}
+
+    permitted = {"lost": "Its worker was lost.", "half": "Its run failed after some steps."}
+    assert reasons(log_in("view_idempotencyrecord")) == permitted
+    permitted |= {"failed": "Declined: no funds", "without": "It was not kept in the record."}
+    assert reasons(operator) == permitted
+    assert "FAILED Declined: no funds" in text(operator.get(LIST))
+
+
+def test_a_list_says_how_many_there_are_or_that_it_does_not_know(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(memory)
+    for n in range(3):
+        settle(memory, claim(memory, f"key-{n}"))
+    assert "3 records in all, looked at" in text(operator.get(LIST))
+    monkeypatch.setattr(finding, "LOOK_AT", 2)
+    page: Any = operator.get(LIST)
+    assert "2 records on this page, looked at 2 keys. How many there are in all is" in text(page)
+    assert "1 record on this page, looked at" in text(
+        operator.get(LIST + page.context_data["more"])
+    )
 
 
 def test_a_task_id_finds_what_its_task_left_unfinished_or_failed(
@@ -320,7 +365,16 @@ def test_a_page_takes_no_more_queries_than_stated(
     store.close()
 
 
-DECLINED = value('{"exc_type": "Declined", "exc_message": [], "exc_module": "shop"}')
+def test_a_list_takes_one_query_more_for_each_error(serve: Serve, operator: Client) -> None:
+    store = open_store("django://default")
+    serve(store)
+    for n in range(60):
+        settle(store, claim(store, f"key-{n}"), State.FAILED, DECLINED)
+    operator.get(LIST)
+    with statements() as asked:
+        assert text(operator.get(LIST)).count("Declined: no funds") == 50
+    assert len(asked) <= BOUNDS["list"][1] + 50
+    store.close()
 
 
 def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
@@ -330,6 +384,29 @@ def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
     page = text(operator.get(address("order-1")))
     for sentence in (story.headline, *story.past, *story.future, *story.choices.values()):
         assert sentence.split(" (")[0] in page
+    assert f"{story.headline} Declined: no funds So far" in page
+
+
+def test_the_page_of_a_record_leads_to_others_and_marks_what_may_repeat_an_effect(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, about := identity("order-1", scope='["user",17]')))
+    settle(memory, claim(memory, identity("order-2", scope='["user",17]')))
+    settle(memory, claim(memory, "order-1"))
+    settle(memory, claim(memory, identity("order-3", namespace="shop.ship")))
+    page: Any = operator.get(address(about))
+    found = {name: keys(operator.get(page.context_data[f"{name}_url"])) for name in LINKS}
+    assert found == LINKS
+    for name in LINKS:
+        assert f'href="{escape(page.context_data[f"{name}_url"])}"' in page.content.decode()
+    assert page.context_data["operations"] == [("forget", True)]
+    claim(memory, "lost", lease_ms=1)
+    ran = {"release": True, "complete": False, "fail": False, "forget": True}
+    assert dict(operator.get(address("lost")).context_data["operations"]) == ran  # type: ignore[index]
+
+
+LINKS = {"task": {"order-1", "order-2"}, "scope": {"order-1", "order-2"}, "key": {"order-1"}}
 
 
 def test_the_story_does_not_name_the_error_to_those_who_may_not_see_it(memory, serve, log_in):

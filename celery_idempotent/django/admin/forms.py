@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-#: How long ago a record changed its state, for the filter.
+#: When a record changed its state, for the filter.
 _AGES = {
-    "1m": ("1 minute", timedelta(minutes=1)),
-    "1h": ("1 hour", timedelta(hours=1)),
-    "1d": ("1 day", timedelta(days=1)),
-    "7d": ("7 days", timedelta(days=7)),
-    "30d": ("30 days", timedelta(days=30)),
+    "last10m": ("within 10 minutes", "since_ms", timedelta(minutes=10)),
+    "last1h": ("within 1 hour", "since_ms", timedelta(hours=1)),
+    "last1d": ("within 1 day", "since_ms", timedelta(days=1)),
+    "1m": ("over 1 minute ago", "before_ms", timedelta(minutes=1)),
+    "1h": ("over 1 hour ago", "before_ms", timedelta(hours=1)),
+    "1d": ("over 1 day ago", "before_ms", timedelta(days=1)),
+    "7d": ("over 7 days ago", "before_ms", timedelta(days=7)),
+    "30d": ("over 30 days ago", "before_ms", timedelta(days=30)),
 }
 
 _STATES = {"live": "Live: queued or running", "stale": "Stale: the lease ran out"} | {
@@ -48,10 +51,7 @@ class FilterForm(forms.Form):
     age = forms.ChoiceField(
         required=False,
         label="Last change",
-        choices=[
-            ("", "Any time"),
-            *((age, f"over {text} ago") for age, (text, _) in _AGES.items()),
-        ],
+        choices=[("", "Any time"), *((age, text) for age, (text, _, _) in _AGES.items())],
     )
     key = _text("Key, or task id")
     cursor = forms.CharField(required=False, max_length=100, widget=forms.HiddenInput)
@@ -72,9 +72,16 @@ class FilterForm(forms.Form):
 
     def selection(self, app: Celery, store: Store) -> Selection:
         """Return what was chosen."""
-        age = self.cleaned_data["age"]
-        ago_ms = _AGES[age][1] // timedelta(milliseconds=1) if age else 0
-        return select(app, self.chosen(), before_ms=store.now_ms() - ago_ms if age else None)
+        bounds = {}
+        if age := self.cleaned_data["age"]:
+            _, bound, ago = _AGES[age]
+            bounds[bound] = store.now_ms() - ago // timedelta(milliseconds=1)
+        return select(app, self.chosen(), **bounds)
+
+
+def has_run(state: State) -> bool:
+    """Whether a run may have taken effect, so that a further one may do so again."""
+    return state is not State.QUEUED
 
 
 def _shown_again(ran: Sequence[State], of: int) -> str:
@@ -119,7 +126,7 @@ class OperationForm(forms.Form):
         super().__init__(data)
         self._read = read
         states = [mark.state for mark in marks] if OPERATIONS[operation].repeats else []
-        ran = [state for state in states if state is not State.QUEUED]
+        ran = [state for state in states if has_run(state)]
         must_force = live > 0 and not marks  # without force there is nothing to do
         self.fields["again"].label = _shown_again(ran, len(marks))
         self.fields["force"].required = must_force

@@ -46,7 +46,7 @@ from celery_idempotent.celery.story import (
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.charts import HOURS, charts
-from celery_idempotent.django.admin.forms import FilterForm, OperationForm
+from celery_idempotent.django.admin.forms import FilterForm, OperationForm, has_run
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.views import view_namespaces
@@ -111,7 +111,10 @@ class OutboxAdmin(ReadOnlyAdmin):
 
 
 class Row(NamedTuple):
-    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation."""
+    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation.
+
+    ``why``: the reason of a FAILED or INTERRUPTED state.
+    """
 
     record: Record
     stale: bool
@@ -121,6 +124,7 @@ class Row(NamedTuple):
     mark: str
     verdict: Verdict | None = None
     text: str = ""
+    why: str = ""
 
 
 def _guarded(*methods: str) -> Callable[[PageView], PageView]:
@@ -217,7 +221,11 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
         if page is not None:
-            rows = [self._row(app, each, page.now_ms) for each in page.records]
+            errors = self._may(request, "view_result")
+            rows = [
+                self._row(app, each, page.now_ms)._replace(why=_why(app, each, errors=errors))
+                for each in page.records
+            ]
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
         allowed = [each for each in ON_MANY if rows and self._may(request, f"{each}_record")]
         context = {
@@ -251,8 +259,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             }
             return self._render(request, "message", missing, status=404)
         may_see = self._may(request, "view_result")
-        of_view = record.value is not None and record.value.content_type == CONTENT_TYPE
-        read = _read_response if of_view else None
+        value = _value(app, record) if may_see and record.state.settled else ""
         same_key = Selection(keys=frozenset({identity.key}))
         others = look(store, same_key, seconds=ELSEWHERE_SECONDS)
         context = {
@@ -267,9 +274,12 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "known": definition_of(app, identity.namespace, load=True) is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
-            "value": show_value(app, record, read) if may_see and record.state.settled else None,
+            "value": value,
+            "error": _first_line(value) if record.state is State.FAILED else "",
             "operations": [
-                each for each in offered(app, record) if self._may(request, f"{each}_record")
+                (each, OPERATIONS[each].repeats and has_run(record.state))
+                for each in offered(app, record)
+                if self._may(request, f"{each}_record")
             ],
             "operation_url": self._address("operation", one="1"),
             "elsewhere": [
@@ -278,6 +288,9 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
                 if each.identity != identity
             ],
             "search_url": others.cursor and self._address("changelist", key=identity.key),
+            "task_url": self._address("changelist", task=task_name(app, identity)),
+            "scope_url": identity.scope and self._address("changelist", scope=identity.scope),
+            "key_url": self._address("changelist", key=identity.key),
             "log": audit.log_entries(identity),
         }
         return self._render(request, "record", context)
@@ -476,6 +489,26 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     }
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
     return replace(page, records=tuple(newest))
+
+
+def _why(app: Celery, record: Record, *, errors: bool) -> str:
+    """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
+    if record.state is State.INTERRUPTED:
+        return "Its worker was lost." if record.crashes else "Its run failed after some steps."
+    if record.state is not State.FAILED or not errors:
+        return ""
+    whole = get_store(app).get(record.identity)  # lists leave out values
+    return _first_line(_value(app, whole)) if whole and whole.state is State.FAILED else ""
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].removesuffix(": ")
+
+
+def _value(app: Celery, record: Record) -> str:
+    """Return the result or error of a settled record as text."""
+    of_view = record.value is not None and record.value.content_type == CONTENT_TYPE
+    return show_value(app, record, _read_response if of_view else None)
 
 
 def _read_response(stored: Stored) -> str:
