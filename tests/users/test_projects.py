@@ -123,8 +123,6 @@ def test_a_django_shop_takes_an_order_once(begin: Begin) -> None:
         **{
             "localhost:8000": f"localhost:{port}",
             "manage.py runserver": f"manage.py runserver --noreload {port}",
-            # On SQLite the key of a worker that died is free at the end of its lease.
-            "CELERY_IDEMPOTENCY_STORE": "CELERY_IDEMPOTENCY_LEASE = 5\nCELERY_IDEMPOTENCY_STORE",
         },
     )
     newcomer.run("django-admin startproject")
