@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent import records
-from celery_idempotent.records import Identity, Record, Renewal, Selection, SettleRequest, State
+from celery_idempotent.records import Identity, Record, ResultWrite, Selection, SettleRequest, State
 from celery_idempotent.stores import table
 from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
 
@@ -127,7 +127,7 @@ class Store(ABC):
         answer = self._take_key("reserve", request.identity, args)
         return records.Reserved(answer) if isinstance(answer, Record) else answer
 
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
+    def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
         """Let each lease start anew, also one that a sweep ended; ``False`` for each with another token."""
         return [self._renew(each) for each in leases]
 
@@ -227,7 +227,7 @@ class Store(ABC):
             return rule.answer, written.record
         return rule.answer, None
 
-    def _renew(self, each: Renewal) -> bool:
+    def _renew(self, each: records.Renewal) -> bool:
         args = VerbArguments(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
         return self._ask("renew", each.identity, args)
 
@@ -265,21 +265,19 @@ class Store(ABC):
     def close(self) -> None:  # noqa: B027
         """Close connections; the store may be used again afterwards."""
 
-    def stores_results_of(self, pool: ConnectionPool) -> bool:  # noqa: ARG002  see settle_with_result
-        """Can `settle_with_result` write the results of a backend with these connections?"""
+    def stores_results_of(self, pool: ConnectionPool) -> bool:  # noqa: ARG002
+        """Can it write the results of a backend with these connections, by the next two methods?"""
         return False
 
     def settle_with_result(
-        self,
-        request: SettleRequest,
-        result: records.ResultWrite,  # noqa: ARG002
+        self, request: SettleRequest, result: ResultWrite
     ) -> records.SettledWith:
         """Write the end state and, in the same atomic step, the result, over any but a SUCCESS."""
-        return "settled" if self.settle(request) else "lost"
+        raise NotImplementedError
 
-    def write_result(self, result: records.ResultWrite) -> bool:  # noqa: ARG002
+    def write_result(self, result: ResultWrite) -> bool:
         """Write the result of a duplicate likewise; ``False``: its backend has to."""
-        return False
+        raise NotImplementedError
 
     def now_ms(self) -> int:
         """Return the time by the store's clock."""

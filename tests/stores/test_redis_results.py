@@ -224,15 +224,6 @@ class TestSettlingWithAResult:
         assert store.stats().failed == 1
         assert redis_client.get(name) == meta("FAILURE")
 
-    def test_other_stores_settle_and_leave_the_result(self):
-        store = MemoryStore()
-        record = claim(store)
-        assert settle(store, record, "n", meta("SUCCESS")) == "settled"
-        assert state_of(store) is State.COMPLETED
-        late = claim(MemoryStore())
-        assert settle(store, late, "n", meta("SUCCESS")) == "lost"
-        assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
-
 
 @pytest.mark.redis
 class TestRightsThatAreMissing:

@@ -13,10 +13,8 @@ The bucket number in braces is the Cluster hash tag: every name that a script to
 
 A record is a head of 83 bytes that scripts read, a line of JSON, then the value. Numbers are big-endian::
 
-    1      state: C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
-    2      version of this format
-    3      token ·  11 created, ms
-    19     crashes ·  21 attempts                              each stays at 65,535
+    1      first letter of the state ·  2 version of this format ·  3 token
+    11     created, ms ·  19 crashes ·  21 attempts, both up to 65,535
     23     updated, ms ·  31 deadline, ms, 0 for none
     39     flags: 1 a release has to ask the table, 2 there is a value, 4 a fingerprint
     40     id of the write, random: two writes never have the same head
@@ -36,12 +34,11 @@ from struct import Struct
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record
+from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
 from celery_idempotent.stores.table import StoredRecord
 
-#: The number of buckets, fixed for ever: it decides the names of records.
-BUCKETS = 256
+BUCKETS = 256  # fixed for ever: it decides the names of records
 #: The member of a bucket's leases whose score is its largest token.
 MARK = b"!"
 LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
@@ -60,7 +57,7 @@ class Keyspace:
         self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
         self.swept = self._heads[0] + b"!swept"
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
-        #: The pattern by which ``SCAN`` finds all records and no index.
+        #: Finds all records and no index.
         self.pattern = prefix.translate(special).encode() + b":{*}:*"
 
     def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
@@ -71,7 +68,6 @@ class Keyspace:
         return head + b":" + text, head + LEASES, head + FAILURES, head + INTERRUPTED
 
     def identity(self, name: bytes) -> Identity:
-        """Return the identity of the record with this name."""
         text = name[len(self._start) :].partition(b"}:")[2].decode()
         namespace, scope, key = text.split(":", 2)
         return Identity(namespace=_unescape(namespace), scope=_unescape(scope), key=key)
@@ -81,7 +77,6 @@ class Keyspace:
         return [head + kind for head in self._heads]
 
     def counts(self, hour: int) -> bytes:
-        """Name the counters of an hour."""
         return b"%b!counts:%d" % (self._heads[0], hour)
 
 
@@ -94,18 +89,15 @@ def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
-_FRONT, HEAD = Struct(">cBQQHHQQ"), Struct(">cBQQHHQQB4s8s16s16s")
-VERSION = 0xA2
-#: Packs a token into the first bytes of the record of its claim while that runs.
-pack_own = functools.partial(Struct(">cBQ").pack, b"P", VERSION)
-#: The end of the head, which scripts append to the numbers that they know.
-_TAIL = Struct(">B4s8s16s16s")
+#: The head of a record. Scripts know its front, and append the tail.
+_FRONT, _TAIL, HEAD = map(Struct, (">2sQQHHQQ", ">B4s8s16s16s", ">2sQQHHQQB4s8s16s16s"))
 _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
-
-_LETTERS = {state: letter.encode() for state, letter in LETTERS.items()}
-_STATES = {letter: state for state, letter in _LETTERS.items()}
+_VERSION = b"\xa2"
 #: The first bytes of each state's records.
-STARTS: Mapping[object, bytes] = {s: letter + bytes((VERSION,)) for s, letter in _LETTERS.items()}
+STARTS: Mapping[object, bytes] = {s: letter.encode() + _VERSION for s, letter in LETTERS.items()}
+_STATES = {STARTS[state]: state for state in State}
+#: Packs a token into the first bytes of the record of its claim while that runs.
+pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -115,14 +107,13 @@ _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_i
 
 @functools.lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
-    """Return a UUID as bytes, ``b""`` for any other text."""
     return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
 
 
 def pack_tail(
     fields: Mapping[str, Any], *, attempt: bytes = NO_ATTEMPT, write: bytes = _NO_WRITE
 ) -> bytes:
-    """Return a record with these fields from its flags on."""
+    """Return a record from its flags on."""
     fingerprint, task_id, value = fields["fingerprint"], fields["task_id"], fields.get("value")
     task = _bytes_of_uuid(task_id)
     others = {"task_id": task_id} if task_id and not task else {}
@@ -141,7 +132,7 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     record = stored.record
     counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
     times = record.updated_ms, record.deadline_ms or 0
-    start = _LETTERS[record.state], VERSION, record.token, record.created_ms
+    start = STARTS[record.state], record.token, record.created_ms
     fields = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
     fields["requeues"] = stored.requeues
     tail = pack_tail(fields, attempt=stored.attempt or NO_ATTEMPT, write=write)
@@ -151,12 +142,10 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
 def unpack(
     identity: Identity, packed: bytes, expires_ms: int = 0, *, summary: bool = False
 ) -> StoredRecord:
-    """Return the record; ``summary``: from its first bytes, without value, message and steps."""
+    """Return the record; ``summary``: its beginning, without value, message and steps."""
     try:
-        (letter, version, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
+        (start, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
          flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip
-        if version != VERSION:
-            raise ValueError(version)
         line, newline, value = packed[HEAD.size :].partition(b"\n")
         if summary:
             line, flags = without_long(line), flags & ~_HAS_VALUE
@@ -169,7 +158,7 @@ def unpack(
             others["task_id"] = f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:]}"
         record = Record(
             identity=identity,
-            state=_STATES[letter],
+            state=_STATES[start],  # KeyError for another version
             token=token,
             created_ms=created_ms,
             updated_ms=updated_ms,

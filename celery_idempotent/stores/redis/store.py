@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from celery_idempotent import records
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import (
-    Counted,
-    Identity,
-    Page,
-    Record,
-    Renewal,
-    ResultWrite,
-    Selection,
-    SettledWith,
-    SettleRequest,
-    State,
-    Stats,
-)
-from celery_idempotent.stores import table
-from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, ServerFacts, Store, Taken
+from celery_idempotent.records import Identity, Record, ResultWrite, Selection, SettleRequest, State
+from celery_idempotent.stores import base, table
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
-from celery_idempotent.stores.redis.browse import Search
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs, plain
 from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb, VerbArguments
 
@@ -44,7 +34,7 @@ T = TypeVar("T")
 _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
-_SETTLED: dict[bytes, SettledWith] = {b"stored": "stored", b"settled": "settled"}
+_SETTLED: dict[bytes, records.SettledWith] = {b"stored": "stored", b"settled": "settled"}
 #: The rule of a verb that finds no record.
 _FIRST = {
     rule.verb: rule for rule in table.TABLE if rule.then in table.LEASED and None in rule.found
@@ -61,7 +51,7 @@ _INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.IN
 _PER_TRIP = 250
 
 
-class RedisStore(Store):
+class RedisStore(base.Store):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is as for :func:`.servers.link_and_prefix`. Nothing connects before the first verb. Safe to share between
@@ -88,7 +78,7 @@ class RedisStore(Store):
 
     # -- the verbs of a run --
 
-    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
+    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> base.Taken:
         """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
         rule, lease_ms = _FIRST[verb], args.delay_ms or 0
         tail = layout.pack_tail(args.fields, attempt=args.attempt or b"")
@@ -104,7 +94,9 @@ class RedisStore(Store):
     def settle(self, request: SettleRequest) -> bool:
         return self._settle(request) != "lost"
 
-    def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:
+    def settle_with_result(
+        self, request: SettleRequest, result: ResultWrite
+    ) -> records.SettledWith:
         if not self._takes_results:
             return self._settle(request)
         try:
@@ -116,7 +108,9 @@ class RedisStore(Store):
             logger.warning("idempotency: results are stored apart from records: %s", refused)
             return done
 
-    def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> SettledWith:
+    def _settle(
+        self, request: SettleRequest, result: ResultWrite | None = None
+    ) -> records.SettledWith:
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
             fields = table.fields_from(request)
@@ -159,7 +153,7 @@ class RedisStore(Store):
             identity, token=token, requeue_ms=requeue_ms, note=note
         )
 
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
+    def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
         """Let each lease start anew, all in one trip; those that a sweep has ended take more."""
         calls = []
         for each in leases:
@@ -233,11 +227,11 @@ class RedisStore(Store):
 
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
-    ) -> Page:
-        search = Search(self._link, self._keys, selection, limit=limit, now_ms=self.now_ms())
+    ) -> records.Page:
+        search = Search(self._link, self._keys, selection, limit, self.now_ms())
         return search.scan(cursor, look_at) if selection.scans else search.walk(cursor, look_at)
 
-    def stats(self) -> Stats:
+    def stats(self) -> records.Stats:
         now_ms = self.now_ms()
         now, later = b"%d" % now_ms, b"(%d" % now_ms
         # The score of a mark, in microseconds, is larger than any deadline.
@@ -252,35 +246,36 @@ class RedisStore(Store):
             counts = [plain(b"ZCOUNT", index, *ends) for index in self._keys.index(kind)]
             sums[name] = sum(self._exchange(*counts))
         (swept,) = self._exchange(plain(b"GET", self._keys.swept))
-        return Stats(now_ms=now_ms, swept_ms=None if swept is None else int(swept), **sums)
+        return records.Stats(now_ms=now_ms, swept_ms=None if swept is None else int(swept), **sums)
 
     def note_sweep(self) -> None:
         self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        name = self._keys.counts(self.now_ms() // HOUR_MS)
+        name = self._keys.counts(self.now_ms() // base.HOUR_MS)
         commands = [
             plain(b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
             for (task, outcome), number in outcomes.items()
         ]
-        self._exchange(*commands, plain(b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600)))
+        self._exchange(*commands, plain(b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)))
 
-    def counts(self, *, hours: int) -> Sequence[Counted]:
-        last = self.now_ms() // HOUR_MS
-        wanted = range(last - min(hours, COUNTED_HOURS) + 1, last + 1)
+    def counts(self, *, hours: int) -> Sequence[records.Counted]:
+        last = self.now_ms() // base.HOUR_MS
+        wanted = range(last - min(hours, base.COUNTED_HOURS) + 1, last + 1)
         answers = self._exchange(*(plain(b"HGETALL", self._keys.counts(hour)) for hour in wanted))
         found = []
         for hour, answer in zip(wanted, answers, strict=True):
-            for field, number in pairs(answer):
-                outcome, _, task = field.decode().partition(" ")
-                found.append(Counted(hour=hour, task=task, outcome=outcome, count=int(number)))
+            for name, number in pairs(answer):
+                outcome, _, task = name.decode().partition(" ")
+                about = {"hour": hour, "task": task, "outcome": outcome}
+                found.append(records.Counted(**about, count=int(number)))
         return found
 
     def now_ms(self) -> int:
         ((seconds, micros),) = self._exchange(plain(b"TIME", node=self._link.nodes()[0]))
         return int(seconds) * 1000 + int(micros) // 1000
 
-    def facts(self) -> Sequence[ServerFacts]:
+    def facts(self) -> Sequence[base.ServerFacts]:
         return [servers.facts_of(self._link, node) for node in self._link.nodes()]
 
     def missing_rights(self) -> Sequence[str]:
@@ -343,3 +338,124 @@ class RedisSnapshot(Snapshot):
         head, keys = self._packed[: layout.HEAD.size], self._keys.of_record(self._identity)
         self.swap = _SWAP.call(keys, head, packed, *anew, enters, b"%d" % score, leaves)
         return self.swap
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+#: The last byte read of each record, whose value, message and steps come last and may be megabytes: an operator's note
+#: has up to 600 characters, a task id 255, each of up to 4 bytes.
+_SUMMARY = b"3999"
+#: The most keys that one trip reads, or one step of a scan looks for.
+_STEP = 500
+#: How many names are read of each index at first, and then of one that has more.
+_FIRST_NAMES, _MORE_NAMES = 16, 64
+_LISTED = {State.FAILED: layout.FAILURES, State.INTERRUPTED: layout.INTERRUPTED}
+
+
+@dataclass(slots=True)
+class Search:
+    """The search for one page: the records found so far, and how many keys it has looked at."""
+
+    link: servers.Link
+    keys: layout.Keyspace
+    selection: Selection
+    limit: int
+    now_ms: int
+    found: list[Record] = field(default_factory=list)
+    looked_at: int = 0
+
+    def walk(self, cursor: str, look_at: int) -> records.Page:
+        """Merge the indexes of all buckets, highest scores first; the cursor is a score, and how many had it."""
+        states = self.selection.wanted
+        kinds = [index for state, index in _LISTED.items() if state in states]
+        if not states <= _LISTED.keys():
+            kinds.append(layout.LEASES)
+        kind = b"".join(kinds).decode()
+        score, same = base.read_cursor(cursor, kind, 2)
+        entries = itertools.islice(self._entries(kinds, score), same, None)
+        while self.looked_at < look_at and len(self.found) < self.limit:
+            # The first step usually fills the page; the steps after that are larger.
+            most = min(_STEP if self.looked_at else self.limit, look_at - self.looked_at)
+            step = list(itertools.islice(entries, most))
+            if not step:
+                return self._page()
+            wanted = self._wanted([name for _, name in step])
+            for at, name in step:
+                self.looked_at += 1
+                score, same = at, same + 1 if at == score else 1
+                if name in wanted:
+                    self.found.append(wanted[name])
+                if len(self.found) >= self.limit:
+                    break
+        return self._page(kind, score, same)
+
+    def scan(self, cursor: str, look_at: int) -> records.Page:
+        """Scan all keys; the cursor is a node, and the cursor of its ``SCAN``.
+
+        A page ends between two steps, for a step that is repeated may give other keys, or give them in another order.
+        """
+        number, at = base.read_cursor(cursor, "s", 2)
+        count, nodes = min(self.limit, _STEP), self.link.nodes()
+        while number < len(nodes) and len(self.found) < self.limit and self.looked_at < look_at:
+            step = (b"SCAN", b"%d" % at, b"MATCH", self.keys.pattern, b"COUNT", b"%d" % count)
+            ((after, names),) = exchange(self.link, [plain(*step, node=nodes[number])])
+            # A step looks at about so many keys, those of other applications included.
+            self.looked_at += max(len(names), count)
+            found, room = self._wanted(names).values(), self.limit - len(self.found)
+            if len(found) > room and (self.found or count > 1):
+                if self.found:
+                    break  # the next page has them
+                count //= 2
+                continue
+            self.found += found
+            if 4 * len(found) < room:
+                count = min(2 * count, _STEP)
+            # redis-py's client of a Cluster has the cursor of each node.
+            (at,) = map(int, after.values() if isinstance(after, dict) else (after,))
+            number += not at
+        return self._page("s", number, at) if number < len(nodes) else self._page()
+
+    def _entries(self, kinds: Sequence[bytes], highest: int) -> Iterator[tuple[int, bytes]]:
+        """Yield scores and names of all indexes, downwards from a score (0: from the highest)."""
+        indexes = [index for kind in kinds for index in self.keys.index(kind)]
+        start = b"%d" % highest if highest else b"+inf"
+        how = start, b"-inf", b"BYSCORE", b"REV", b"WITHSCORES", b"LIMIT"
+
+        def ask(some: Sequence[bytes], at: int, size: int) -> list[Reply]:
+            place = b"%d" % at, b"%d" % size
+            return exchange(self.link, [plain(b"ZRANGE", index, *how, *place) for index in some])
+
+        def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
+            at, size = 0, _FIRST_NAMES
+            while True:
+                found = pairs(answer)
+                for name, score in found:
+                    if name != layout.MARK:
+                        yield int(float(score)), name
+                if len(found) < size:
+                    return
+                at, size = at + size, _MORE_NAMES
+                (answer,) = ask([index], at, size)
+
+        answers = zip(indexes, ask(indexes, 0, _FIRST_NAMES), strict=True)
+        return heapq.merge(*(entries(*each) for each in answers if each[1]), key=lambda e: -e[0])
+
+    def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
+        """Read the records with these names; return those that are wanted, often none of thousands."""
+        ends = tuple(f":{key}".encode() for key in self.selection.keys) or (b"",)
+        is_named, identity = self.selection.names, self.keys.identity
+        # The end first, which is fast: a search for one key looks at a million names.
+        named = [name for name in names if name.endswith(ends) and is_named(identity(name))]
+        reads = [plain(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
+        found: dict[bytes, Record] = {}
+        for name, packed in zip(named, exchange(self.link, reads), strict=True):
+            if packed:
+                record = layout.unpack(identity(name), packed, summary=True).record
+                if self.selection.includes(record, self.now_ms):
+                    found[name] = record
+        return found
+
+    def _page(self, kind: str = "", *place: int) -> records.Page:
+        cursor, looked_at, now_ms = base.write_cursor(kind, *place), self.looked_at, self.now_ms
+        found = tuple(self.found)
+        return records.Page(records=found, cursor=cursor, looked_at=looked_at, now_ms=now_ms)
