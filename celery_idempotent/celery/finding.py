@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-#: States with an index.
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
 #: States by their names in the CLI and the admin; ``stale``: only those whose lease ran out.
@@ -42,7 +41,6 @@ STATES: Mapping[str, frozenset[State]] = {
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
 
-#: A primary key that is a number.
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 
@@ -74,10 +72,7 @@ def look(
 
 
 def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str]) -> list[Record]:
-    """Return the records with this key; if there are none, the unfinished and failed ones of this task id.
-
-    A key takes one query for each namespace, spelling and scope.
-    """
+    """Return the records with this key; if there are none, the unfinished and failed ones of this task id."""
     every = [
         Identity(namespace=namespace, scope=scope, key=key)
         for namespace in ([selection.namespace] if selection.namespace else namespaces)
@@ -104,11 +99,7 @@ def select(
     since_ms: int | None = None,
     before_ms: int | None = None,
 ) -> Selection:
-    """Return the selection of a ``task``, ``scope``, ``key`` and ``state`` as people type or choose them.
-
-    Raises:
-        InvalidKey: if there is no such scope.
-    """
+    """Return the selection of a typed ``task``, ``scope``, ``key`` and ``state``; raise as :func:`scopes_of`."""
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
     tasks = {each.name: each.identifier.namespace for each in definitions(app)}
     return Selection(
@@ -136,11 +127,7 @@ def spellings(text: str, *, what: str = "key") -> list[str]:
 
 
 def scopes_of(text: str) -> list[str]:
-    """Return the canonical scopes of a typed text; ``user 17``: of that user's requests.
-
-    Raises:
-        InvalidKey: if no user can have that primary key.
-    """
+    """Return the canonical scopes of a typed text; raise ``InvalidKey`` for ``user X`` if no user can have that key."""
     word, _, pk = text.partition(" ")
     if word != "user" or not (pk := pk.strip()):
         return spellings(text, what="scope")

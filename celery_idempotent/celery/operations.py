@@ -32,15 +32,12 @@ logger = logging.getLogger(__name__)
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
 
-#: After this many records in a row without an answer of the store the rest is not tried: each waits for a time-out.
+#: After this many time-outs of the store in a row, the other records are not tried.
 _SILENT = 2
 
 
 class Meaning(NamedTuple):
-    """An operation's effect, and the records that it applies to.
-
-    ``leaves``: the state that it leaves, ``None`` if it deletes the record. ``repeats``: an effect may happen twice.
-    """
+    """An operation, the states it applies to, and the one it ``leaves``; ``repeats``: an effect may happen twice."""
 
     done: str
     effect: str
@@ -113,8 +110,7 @@ class Outcome(enum.Enum):
 class OperationRequest:
     """An operation, by ``who`` (default: this process), and why.
 
-    ``force``: also on a live owner; :exc:`ValueError` without a reason. ``value``: to complete with, as the task would
-    write it.
+    ``force``: also on a live owner; :exc:`ValueError` without a reason. ``value``: for complete, as stored.
     """
 
     operation: Operation
@@ -225,10 +221,7 @@ def operate_or_raise(app: AnyCelery, identity: Identity, request: OperationReque
 def operate_on_each(
     app: AnyCelery, request: OperationRequest, records: Iterable[Record]
 ) -> Iterator[tuple[Record, Outcome, str]]:
-    """Operate on each record as it was seen; yield it with its outcome, also in words.
-
-    A failure of one does not stop the others, unless the store is silent.
-    """
+    """Operate on each record as it was seen, until the store is silent; yield it with its outcome, also in words."""
     silent, unknown = 0, Outcome.UNKNOWN
     for record in records:
         about = request.operation, record.identity
@@ -298,10 +291,7 @@ def _execute(app: AnyCelery, store: Store, request: OperationRequest, record: Re
 
 
 def _find_done(store: Store, seen: Record, state: State | None, note: str) -> Record | None:
-    """Return the record as the operation left it, although the store says that it did nothing.
-
-    A store whose answer is lost asks again, and then finds its own work. ``state``: ``None`` for a deletion.
-    """
+    """Return the record in the ``state`` that the operation left: a store that asks twice finds its own work done."""
     found = store.get(seen.identity)
     if state is None:
         # A record that was not deleted keeps its beginning through further claims.

@@ -40,7 +40,6 @@ from celery_idempotent.stores import Store, get_store
 
 logger = logging.getLogger(__name__)
 
-#: Celery's ``apply_async`` behind ours, or with the arguments given already.
 Send = Callable[..., Result]
 
 
@@ -58,8 +57,7 @@ Interceptor = Callable[["DefinedTask", DeferredCall], Result]
 #: Receives the next call of a task in place of the broker. The outbox sets it for one ``apply_async``.
 outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", default=None)
 
-#: A call with one of these options keeps its own task id, and so reserves no key: its caller chose the id, a canvas
-#: waits for it, or the ids of its callbacks come from it.
+#: A call with one of these options keeps its own task id, on which others depend, and so reserves no key.
 _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
 
 _UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
@@ -117,13 +115,10 @@ def stamp_call(
     *,
     eager: bool = False,
 ) -> Identified | None:
-    """Take the key out of ``options``, and add the task id and the headers with the stamp; return the identity.
+    """Move the key from ``options`` to a stamp in the headers, and return the identity.
 
-    ``None`` if nothing was stamped: the headers have this message's stamp already (a retry, a republished copy), or the
-    call has no key and its task no rule.
-
-    ``retrying``: the run whose key the call has unless the caller gives another. ``eager``: a call without a key gets a
-    random one, because all steps of an eager chain have one task id.
+    ``None``: the headers have this message's stamp already, or neither call nor task has a key. ``retrying``: the run
+    whose key is the default. ``eager``: the default is a random key, as all steps of an eager chain have one task id.
     """
     headers, task_id = options.get("headers"), options.get("task_id")
     key, scope = take_key(options)
@@ -135,8 +130,7 @@ def stamp_call(
     if retrying is not None and not given:
         identified = Identified(retrying.identity, retrying.record.fingerprint)
     else:
-        # First the key of this call, then Celery's stamp for a whole canvas, which take_key() left in options, then a
-        # header, which may have been copied from an older call.
+        # First the key of this call, then Celery's stamp of a canvas, which take_key() left in options, then a header.
         if key is None:
             key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
@@ -198,11 +192,7 @@ def send_deferred(
 
 
 def absolute(options: Mapping[str, object], *, task: str) -> Options:
-    """Return options in which delays are points in time, for a message that is sent later.
-
-    Raises:
-        IdempotencyError: for an option that has a meaning in this process only.
-    """
+    """Return options in which delays are points in time; raise ``IdempotencyError`` for one of this process only."""
     kept: Options = dict(options)
     if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
         raise IdempotencyError(
@@ -250,11 +240,7 @@ def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Opti
 def _reserve_and_send(
     task: DefinedTask, definition: Definition, about: Identified, send_call: Send, options: Options
 ) -> Result:
-    """Reserve the key of a call and send it; return the first call's result if there was one.
-
-    Raises:
-        FingerprintMismatch: if the key was reserved or used with other arguments.
-    """
+    """Reserve the key of a call and send it; return the first call's result if there was one."""
     store, identity, task_id = get_store(task.app), about.identity, options["task_id"]
     report = partial(definition.reporter.report, store=store)
     request = ReserveRequest(

@@ -48,8 +48,7 @@ _STALE = "the lease ran out"
 def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:
     """Interrupt stale claims and prune records past their retention; return the counts.
 
-    Safe on many machines at once: the store decides at the write whether a claim is stale. ``more``: ``limit`` left
-    work for the next sweep.
+    Safe on many machines at once. ``more``: ``limit`` left work for the next sweep.
     """
     store, started = get_store(app), time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
@@ -119,10 +118,7 @@ def send_again(app: Celery, record: Record, **details: Unpack[Details]) -> bool:
 def end_record(
     app: Celery, record: Record, end: Stored | IdempotencyError | None, *, note: str = ""
 ) -> bool:
-    """Settle a record that no worker runs: FAILED with an error, COMPLETED with a value.
-
-    ``False`` if it has changed since. ``note``: of the operator who does it.
-    """
+    """Settle a record that no worker runs, with an error or a value; ``False`` if it has changed since."""
     definition = definition_of(app, record.identity.namespace, load=bool(note))
     policy = Policy() if definition is None else definition.policy
     state: EndState = State.COMPLETED
@@ -148,11 +144,7 @@ def end_record(
 
 
 def sweep_interval(app: Celery) -> float | None:
-    """Return the seconds between two sweeps by beat, ``None`` for none.
-
-    Raises:
-        InvalidOption: for a bad ``idempotency_sweep_interval``.
-    """
+    """Return the seconds between two sweeps by beat, ``None`` for none; raise ``InvalidOption`` for a bad setting."""
     value = app.conf.get("idempotency_sweep_interval", 30)
     try:
         return None if value is None else duration(at_least_ms=100)(value) / 1000

@@ -121,11 +121,7 @@ class ArgumentRule:
 def compile_rule(
     option: object, parameters: Parameters, *, what: str, task: str
 ) -> ArgumentRule | AllArguments | None:
-    """Check the value of the option ``what`` against the task's parameters, once per task.
-
-    Raises:
-        InvalidOption: for an unknown argument, a function that cannot take the task's arguments, or another value.
-    """
+    """Check the value of the option ``what`` against the task's parameters; raise ``InvalidOption`` for a bad one."""
     if option is None or isinstance(option, AllArguments):
         return option
     where = f"{what} of task {task}"

@@ -7,8 +7,7 @@ A publisher has Python objects, a worker has the values that JSON made of them. 
     charge([1, 2.0])       another call           [1,2.0]   JSON keeps int and float apart
     charge({"b": 1, "a": None})                   {"a":null,"b":1}    keys are sorted
 
-A form never contains a ``repr``, which may have an address in it. A value has no form (:class:`NoFormError`) if neither
-kombu's JSON nor pickle carries its type in a known way.
+A form never contains a ``repr``, which may have an address in it. Types that kombu's JSON encodes have the form of their encoding.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from kombu.utils.json import JSONEncoder
 from celery_idempotent.keys.arguments import type_name
 from celery_idempotent.records import FINGERPRINT_BYTES
 
-#: Writes a text as JSON does, in ASCII.
 quote = encode_basestring_ascii
 
-#: Write a value as JSON does, in a tenth of the time.
 _SCALARS: dict[type, Callable[[Any], str]] = {
     str: quote,
     int: repr,
@@ -50,7 +47,7 @@ _CONVERTED_KEY = re.compile(r'\{"(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 
 
 class NoFormError(Exception):
-    """Why a value has no canonical form, as the end of a sentence."""
+    """A value has no canonical form; the text is the end of a sentence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,11 +58,9 @@ class Written:
 
 
 def form(value: object) -> str:
-    """Return the canonical form of an argument, in ASCII.
+    """Return the canonical form of an argument, in ASCII, in a time that grows with its size alone.
 
-    Values that JSON makes equal are equal (a tuple and a list; the keys 1 and "1"), all others are distinct (1, 1.0,
-    True, "1"). Types that are registered in kombu go through its encoding. The time is linear in the size of the value,
-    however clients nest it.
+    Values that JSON makes equal are equal (a tuple and a list; the keys 1 and "1"), all others differ.
 
     Raises:
         NoFormError: if it has none, contains itself, or is nested more deeply than Python's recursion limit.

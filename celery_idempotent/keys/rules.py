@@ -43,11 +43,7 @@ _NESTED_ID = re.compile(r"\+[0-9]+\Z")
 
 
 def canonical(value: object, *, what: str = "key", task: str) -> str:
-    """Return the canonical text of a raw key or scope: a str, int or UUID, or a tuple or list of these.
-
-    Raises:
-        InvalidKey: for any other value, such as a bool. The message has types and lengths, never the value.
-    """
+    """Return the canonical text of a raw key or scope; raise ``InvalidKey``, without the value, for a bad one."""
     try:
         text = _text(value)
         if text in ("", "[]"):
@@ -90,17 +86,15 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-#: Replaces dumps of models by models, as the task's body gets them.
+#: Puts models in the place of their dumps.
 Validate: TypeAlias = Callable[[Given], Given]
 
 
 class Identifier:
-    """The rules for keys, scopes and fingerprints of a task's calls, compiled once.
-
-    ``signature`` is the task's, without ``self``; ``key`` to ``fingerprint`` are the values of its options.
+    """The rules for keys, scopes and fingerprints of a task's calls, compiled once from its options.
 
     Raises:
-        InvalidOption: if an option cannot be used with this task.
+        InvalidOption: if an option cannot be used with this task, whose ``signature`` has no ``self``.
     """
 
     def __init__(

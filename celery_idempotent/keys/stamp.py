@@ -4,8 +4,7 @@
 
     {"idempotency": {"id": "5c0…", "key": "order-17", "scope": "acct_1", "fingerprint": "9f86…"}}
 
-The task id in the stamp says which message it describes: Celery copies the headers of a task to its retries and
-callbacks, and tracing tools copy them to any task that is called within it.
+The task id tells the stamp of this message from a copy: Celery copies headers to retries and callbacks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ KEY_HEADER, SCOPE_HEADER = "idempotency_key", "idempotency_scope"
 #: Asks that a final failure is stored as FAILED: a client will ask for the outcome by the key.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
-#: The header with the stamp.
 STAMP_HEADER = "idempotency"
 
 #: In the stamp of a chain's last step, whose task id is the same each time: the task id of the first step.
@@ -76,9 +74,9 @@ def with_stamp(
     identified: Identified | None = None,
     more: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Return the headers with a stamp for the message with this task id, which replaces the raw headers.
+    """Return the headers with a stamp for the message with this task id, and without raw headers.
 
-    Raw headers name no task id: a copy of them on another message would be valid there.
+    They name no task id: a copy of them on another message would be valid there.
     """
     info: dict[str, object] = {}
     if headers:
@@ -110,7 +108,7 @@ class Identified:
     fingerprint: bytes | None = None
 
     def to_header(self) -> dict[str, object]:
-        """Return the items for the message's stamp."""
+        """Return the items of the stamp."""
         header: dict[str, object] = {"key": self.identity.key}
         if self.identity.scope:
             header["scope"] = self.identity.scope
@@ -120,11 +118,7 @@ class Identified:
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return the identity in a message's stamp, ``None`` without a stamp or a key in it.
-
-        Raises:
-            InvalidKey: for a malformed stamp; it came over the network.
-        """
+        """Return the identity in a stamp, ``None`` if it has none; raise ``InvalidKey`` for a malformed stamp."""
         if header is None:
             return None
         found: Mapping[str, Any] = header if isinstance(header, MAPPINGS) else {}

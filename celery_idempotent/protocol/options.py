@@ -91,7 +91,7 @@ def read_options(
 ) -> T:
     """Read an options class from ``sources``: pairs of a place, for messages, and the user's values there.
 
-    A later source overrides an earlier one. ``prefix`` stands before the names of options in messages.
+    A later source overrides an earlier one.
 
     Raises:
         InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.
