@@ -7,7 +7,8 @@ A publisher has Python objects, a worker has the values that JSON made of them. 
     charge([1, 2.0])       another call           [1,2.0]   JSON keeps int and float apart
     charge({"b": 1, "a": None})                   {"a":null,"b":1}    keys are sorted
 
-A form never contains a ``repr``, which may have an address in it. Types that kombu's JSON encodes have the form of their encoding.
+A form never contains a ``repr``, which may have an address in it. Types that kombu encodes have the form of their
+encoding.
 """
 
 from __future__ import annotations
