@@ -1,22 +1,21 @@
 """The callbacks of a finished task (links, chain, chord part, errbacks): Celery sends them, the record is marked.
 
-A worker may die after the settle and before Celery has sent all of them. The message then comes back and finds its
-own record. So the record is marked as *delivered* when Celery reports the end of the task, its last step::
+A worker may die between the settle and the sending. So the record is marked as *delivered* when Celery reports the end
+of the task, its last step::
 
     run ─ settle ─┬─ ✗ ······················ redelivered: answered in full, Celery sends
                   └─ Celery: links, chain, result, chord part, task_success ─ mark ─┬─ ✗ ── redelivered: silent
                                                                                     └─ ack
     between the sending and the mark: sent twice, under ids made from the parent's, so it takes effect once
 
-An error while Celery sends would make the task a FAILURE. So from the settle to the end of the delivery the tracer
-finds a view of the result backend that stores none, and the message comes back::
+An error while Celery sends would make the task a FAILURE. From the settle to the end of the delivery the tracer has a
+view of the result backend that stores none, and the message comes back::
 
     run ─ settle ─ Celery sends ─┬─ all: task_success ─ mark ─ ack
                                  └─ ✗ no FAILURE ─┬─ published again with a countdown ─ ack
                                                   └─ ✗ the broker is away: pause ─ requeue
 
-Hooks and signals (``on_failure``, ``task_failure``) report each error. A permanent error (an unknown serializer) fails
-the task, as with Celery.
+A permanent error (an unknown serializer) fails the task, as with Celery.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long a process waits before its message goes back to a broker that is away, in seconds.
+#: The pause before a message goes back to a broker that is away, in seconds.
 PAUSE = 1.0
 
-#: An attribute of the exception that a message ended with: what the main process does with the message instead.
+#: An attribute of the exception that a message ended with: the outcome that the main process tells Celery instead.
 OUTCOME = "idempotency_outcome"
 
 #: Errors of a signature or a value: the next try would meet them again.
@@ -65,9 +64,9 @@ def brings_callbacks(request: Context) -> bool:
 
 
 def chord_is_claimed(task: AnyTask, request: Context) -> bool:
-    """Has a process, living or dead, claimed the chord of this part, to publish its body or to fail it?
+    """Has a process, living or dead, claimed the chord of this part? Celery >= 5.7 would return the part in vain.
 
-    While that claim lasts (on Redis), Celery >= 5.7 lets no other process do so, and returns the part in vain::
+    ::
 
         process A   the last part ─ claims the chord ─ ✗ SIGKILL, or the backend does not answer
         process B                               the same part ─ waits until the claim is over ─ claims the chord
@@ -77,13 +76,12 @@ def chord_is_claimed(task: AnyTask, request: Context) -> bool:
         return False
     try:
         claim = backend.get(backend.get_key_for_group(str(request.group), ".c"))
-    except Exception:  # noqa: BLE001  it could not take the part either
+    except Exception:  # noqa: BLE001  nor could it take the part
         return True
     return claim not in (None, b"done")
 
 
-#: The delivery that was settled last in this context, until Celery reports the end of its task. (The tracer has put its
-#: request away when it reports an error.)
+#: The delivery that was settled last in this context, until Celery reports the end of its task.
 settled_run: ContextVar[DeliveredRun | None] = ContextVar("idempotency_settled_run", default=None)
 
 
@@ -100,7 +98,7 @@ def expect_callbacks(
 
 
 def mark_delivered(sender: AnyTask, *, state: State, **_: object) -> None:
-    """Mark a record of this state: Celery has sent its callbacks. If that fails, they may be sent again."""
+    """Mark a record of this state: Celery has sent its callbacks."""
     run = settled_run.get()
     if run is None or run.task_id != sender.request.id or run.ended_as is not state:
         return
@@ -122,7 +120,7 @@ def mark_delivered(sender: AnyTask, *, state: State, **_: object) -> None:
 
 
 class BackendAfterSettle:
-    """Stands for a task's result backend from the settle to the end of the delivery."""
+    """Stands for the result backend from the settle to the end of the delivery."""
 
     def __init__(self, backend: AnyBackend, run: DeliveredRun) -> None:
         self._backend, self._run = backend, run
@@ -170,7 +168,6 @@ def is_transient(error: BaseException) -> bool:
         return True  # an OSError may be a ValueError as well: TLS raises one for a certificate
     if not isinstance(error, (*_PERMANENT, *_AMBIGUOUS)):
         return True
-    frames = (frame for frame, _line in walk_tb(error.__traceback__))
-    return not isinstance(error, _PERMANENT) and any(
-        str(frame.f_globals.get("__name__")).startswith(_CLIENTS) for frame in frames
-    )
+    modules = (frame.f_globals.get("__name__") for frame, _line in walk_tb(error.__traceback__))
+    is_of_client = any(str(each).startswith(_CLIENTS) for each in modules)
+    return is_of_client and not isinstance(error, _PERMANENT)

@@ -25,9 +25,9 @@ Place = tuple[int | str, ...]
 #: A signature: ``dict``, what JSON made of one, or one of Celery's classes.
 AnySignature = Mapping[str, Any]
 
-#: Which of its ``kwargs`` hold the parts of a canvas.
+#: The ``kwargs`` that hold the parts of a canvas.
 PARTS = {"celery.chain": ("tasks",), "celery.group": ("tasks",), "celery.chord": ("header", "body")}
-#: Which of them holds the task that runs last; a group has no last task.
+#: Those with the task that runs last; a group has none.
 _LAST = {"celery.chain": ("tasks",), "celery.chord": ("body",)}
 
 
@@ -40,8 +40,7 @@ def with_tasks(
 ) -> Any:
     """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks.
 
-    The signatures that it is given stay as they are: the caller may publish them again. ``last``: only for what runs
-    last, where a callback of the whole canvas belongs; it may be a group, whose members run beside each other::
+    ``last``: only for the last one, where a callback of the whole canvas belongs; it may be a group::
 
         chain(a, chord([b, c], d))    the body of the last part: d
         chain(a, group(b, c))         the group
@@ -66,7 +65,7 @@ def with_tasks(
 
 
 def canvas_tasks(signature: object) -> list[AnySignature]:
-    """Return the signatures of the tasks of a canvas: those that it has, no copies."""
+    """Return the signatures of the tasks of a canvas, no copies."""
     found: list[AnySignature] = []
 
     def note(task: AnySignature, _: Place) -> AnySignature:
@@ -78,7 +77,7 @@ def canvas_tasks(signature: object) -> list[AnySignature]:
 
 
 def unstamp(signature: object, task_id: str | None) -> None:
-    """Remove from a canvas the stamp of the message with this task id, whose headers a replacement copies."""
+    """Remove the stamp of the message with this task id, whose headers a replacement copies."""
     for task in canvas_tasks(signature):
         options = task.get("options") or {}
         headers = as_mapping(options.get("headers"))
@@ -88,11 +87,7 @@ def unstamp(signature: object, task_id: str | None) -> None:
 
 
 def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
-    """Return ``links`` with task ids made from the parent's id where they have none.
-
-    Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
-    the same id both times.
-    """
+    """Return ``links`` with task ids made from the parent's id: sent twice after a crash, they keep their ids."""
 
     def with_id(task: AnySignature, place: Place) -> AnySignature:
         options = task.get("options") or {}
@@ -108,7 +103,7 @@ def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: st
 
 
 def with_dumped_models(app: Celery, signature: AnySignature) -> AnySignature:
-    """Return a call, or a copy of a canvas, with the arguments that its messages will carry."""
+    """Return a copy of a canvas with the arguments that its messages will carry."""
 
     def change(task: AnySignature, _: Place) -> AnySignature:
         # Celery < 5.7 sends models as they are.

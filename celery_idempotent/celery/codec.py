@@ -32,13 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class TaskCodec:
-    """Writes and reads the values of one task; a value that cannot be stored is left out, with a warning."""
+    """Values of one task; one that cannot be stored is left out, with a warning."""
 
     def __init__(self, app: Celery, task: str, policy: Policy) -> None:
         conf = app.conf
-        self._app = app
-        self._task = task
-        self._policy = policy
+        self._app, self._task, self._policy = app, task, policy
         accept = tuple(conf.result_accept_content or conf.accept_content)
         name = policy.serializer or first_accepted(conf.result_serializer, accept)
         self._serializer = Serializer(name, accept)
@@ -88,7 +86,7 @@ class TaskCodec:
             ) from None
 
     def load_value(self, stored: Stored) -> object:
-        """Return a stored result, as ``AsyncResult.get`` would; raises as :meth:`.Serializer.load`."""
+        """Return a stored result; raises as :meth:`.Serializer.load`."""
         return self._serializer.load(stored)
 
     def load_error(self, stored: Stored | None) -> Exception:

@@ -44,20 +44,19 @@ _UNFINISHED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """One task of one app.
-
-    ``keyed``, ``scoped``: the task has a rule for its key, for its scope. ``call_behind``: the ``__call__`` of a base
-    after ours, on the way to ``run``. ``fuses``: its settle may store the result.
-    """
+    """One task of one app."""
 
     name: str
     policy: Policy
     identifier: Identifier
     codec: TaskCodec
     reporter: Reporter
+    #: The task has a rule for its key, for its scope.
     keyed: bool
     scoped: bool
+    #: The ``__call__`` of a base after ours.
     call_behind: Callable[..., object] | None
+    #: Its settle may store the result.
     fuses: bool
 
     def identify(
@@ -66,8 +65,7 @@ class Definition:
         """Return the identity of a call, by the stamp in its ``header`` if it has one.
 
         Raises:
-            InvalidKey: for a malformed stamp, or a key or scope that cannot be used. In observe mode the call is
-                identified by its task id instead.
+            InvalidKey: for a malformed stamp, or a key or scope that cannot be used; never in observe mode.
         """
         try:
             stamped = Identified.from_header(header, self.identifier.namespace)
@@ -84,22 +82,20 @@ class DefinedTask(TaskBase):
 
     abstract = True
 
-    #: The definition, ``None`` if the task is switched off.
+    #: ``None`` if the task is switched off.
     _active: Definition | None = None
-    #: The definition, also if the task is switched off; ``None`` for Celery's own tasks. ``bind()`` sets it last.
+    #: ``None`` for Celery's own tasks. ``bind()`` sets it last.
     _definition: Definition | None = None
 
     def idempotency_definition(self) -> Definition | None:
-        """Return the definition; ``None`` if the task is Celery's own or switched off.
-
-        Celery shows other threads a task that is half bound: it is bound here, too, or it would be published unstamped.
-        """
+        """Return the definition; ``None`` if the task is Celery's own or switched off."""
+        # Celery shows other threads a task that is half bound: it would be published unstamped.
         if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
         return self._active
 
     def _defined(self) -> Definition:
-        """Return the definition, also if the task is switched off; raise an error for Celery's own tasks."""
+        """Return the definition, also if the task is switched off."""
         self.idempotency_definition()
         if self._definition is None:
             raise IdempotencyError(f"{self.name} is Celery's own task and runs as Celery runs it.")
@@ -107,12 +103,12 @@ class DefinedTask(TaskBase):
 
     @property
     def idempotency_policy(self) -> Policy:
-        """The checked options of this task; Celery's own tasks raise ``IdempotencyError``."""
+        """The checked options of this task; ``IdempotencyError`` for a task of Celery's own."""
         return self._defined().policy
 
 
 def is_celerys_own(task: AnyTask | type[AnyTask]) -> bool:
-    """Is this a task that Celery brings along, or the sweep? They run without protection."""
+    """Is this a task that Celery brings along, or the sweep?"""
     return str(task.name).startswith(("celery.", "celery_idempotent."))
 
 
@@ -167,7 +163,7 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
 
 
 def validation_of(task: type[AnyTask]) -> Validate | None:
-    """Return a function that validates the models among a task's arguments; ``None`` if Celery validates none."""
+    """Return a function that validates the models among a task's arguments, if Celery does."""
     run = inspect.getattr_static(task, "run")
     run = getattr(run, "__func__", run)
     # Celery's wrapper that validates is the only run() from this module.
@@ -191,7 +187,7 @@ def validation_of(task: type[AnyTask]) -> Validate | None:
 
 
 def _model_of(hint: Any) -> Any:
-    """Return the model of an annotation ``Order`` or ``Order | None``; ``None`` for any other."""
+    """Return the model of an annotation ``Order`` or ``Order | None``."""
     if typing.get_origin(hint) in (typing.Union, UnionType):
         kinds = [each for each in typing.get_args(hint) if each is not type(None)]
         hint = kinds[0] if len(kinds) == 1 else None
@@ -213,10 +209,7 @@ def definitions(app: Celery, *, load: bool = False) -> list[Definition]:
 
 
 def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definition | None:
-    """Return the definition of the task with this namespace; ``None``: it is a view's, or another app's.
-
-    ``load``: import the app's tasks if this process knows none with it.
-    """
+    """Return the definition of the task with this namespace; ``load``: import the app's tasks if none is known."""
     for each in definitions(app):
         if each.identifier.namespace == namespace:
             return each
@@ -239,7 +232,7 @@ def load_tasks(app: Celery) -> None:
     if app in loaded:
         return
     loaded.add(app)  # already now: the modules may ask for tasks themselves
-    # Celery would have Django run its checks before: this may be one of them.
+    # Else Celery has Django run its checks, which this may be one of.
     before = os.environ.get("CELERY_SKIP_CHECKS", "")
     os.environ["CELERY_SKIP_CHECKS"] = "1"
     try:

@@ -51,8 +51,7 @@ Kwargs = Mapping[str, object]
 #: The hard time limit of the pool of an app's worker, in seconds; a task or message may have a limit of its own.
 pool_time_limits: weakref.WeakKeyDictionary[Celery, float | None] = weakref.WeakKeyDictionary()
 
-#: A limit begins before the task is called, by the time that Celery's signals and ``before_start`` take. A run that
-#: is ended this close to its limit, in seconds or as a share of it, has met the limit.
+#: A run that ends this close to its limit, in seconds or as a share of it, has met the limit, which began earlier.
 _MARGIN_S, _MARGIN = 0.5, 0.1
 
 #: Words of a stamp that a publisher set in its own headers.
@@ -88,11 +87,12 @@ class Delivery(republish.DeliveredRun):
         if request.is_eager:
             self.open_transactions = getattr(task, "transactions_around", None)
         elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
-            # If it is only observed, a second message would be a second run.
-            self.message = self._as_message()
+            # For the sweep, and without an expiry: the operation has begun. Only observed, it would run twice.
+            again = republish.as_published(task, request, expires=None)
+            self.message = self.codec.dump_message(again)
 
     def _identify(self) -> Identified:
-        """Return the identity of this delivery, or raise ``InvalidKey``; the arguments are rarely looked at."""
+        """Return the identity of this delivery, or raise ``InvalidKey``."""
         definition, request, task_id = self.definition, self.request, self.task_id
         headers = request.headers or {}
         is_plain = headers.__class__ is dict and stamp.RAW.keys().isdisjoint(headers)
@@ -107,7 +107,7 @@ class Delivery(republish.DeliveredRun):
         headers = as_mapping(headers)
         identified = identify_delivery(
             definition,
-            # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
+            # A canvas may stamp the key on its tasks.
             {**as_mapping(request.stamps), **headers},
             self.args,
             self.kwargs,
@@ -118,15 +118,9 @@ class Delivery(republish.DeliveredRun):
         info = stamp.read_stamp(headers, task_id)
         self.keeps_failure = stamp.KEEP_FAILURE in info
         if not _OF_THIS_MESSAGE.isdisjoint(info) or (definition.keyed and not info):
-            # From here on they are this message's alone: the body may hand its headers to other calls. And should it be
-            # published again, its key does not depend on what the body made of the arguments.
+            # The body may hand its headers to other calls, and change the arguments before a republish.
             request.headers = stamp.with_stamp(headers, task_id, identified)
         return identified
-
-    def _as_message(self) -> bytes | None:
-        """Return this message as a sweep would publish it again: without its expiry, the operation has begun."""
-        again = republish.as_published(self.task, self.request, expires=None)
-        return self.definition.codec.dump_message(again)
 
     # -- the hooks of a run --------------------------------------------------------------------------------------------
 
@@ -164,12 +158,10 @@ class Delivery(republish.DeliveredRun):
         return time.monotonic() - self.started_at >= limit - max(_MARGIN_S, _MARGIN * limit)
 
     def longest_wait_ms(self) -> int | None:
-        """Return how long this delivery may wait in its worker while another runs; ``None``: as its policy wants.
-
-        After the visibility timeout the broker would deliver it again, to wait in one process after the other.
-        """
+        """Return how long this delivery may wait in its worker while another runs; ``None``: as its policy wants."""
         if self.request.is_eager:
             return 0
+        # After the visibility timeout it would be delivered again, to wait in one process after the other.
         return int(republish.unacknowledged_s(self.task) * 1000) if self.task.acks_late else None
 
     conflict = republish.conflict
@@ -178,8 +170,7 @@ class Delivery(republish.DeliveredRun):
     def replay(self, record: Record, age_ms: int) -> object:
         """Answer from the record: return its value or raise its exception.
 
-        Celery then sends the callbacks of this message, unless it settled the record itself and they were sent. Another
-        message with the same key is a step of another chain, or a member of another chord.
+        Celery then sends the callbacks of this message, unless it settled the record itself and they were sent.
         """
         request, own = self.request, record.task_id == self.request.id
         if own and record.delivered:
@@ -209,7 +200,7 @@ class Delivery(republish.DeliveredRun):
         return value
 
     def _expect_replayed(self, record: Record, age_ms: int) -> None:
-        """Have the record marked when Celery has sent the callbacks of a duplicate."""
+        """Have the record marked once Celery has sent the callbacks of a duplicate."""
         request = self.request
         if not callbacks.brings_callbacks(request):
             return
@@ -242,7 +233,7 @@ class Delivery(republish.DeliveredRun):
 
 
 def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> object:
-    """Run a delivery by the protocol; ``call_next``: the ``__call__`` of a base before ours on the way to ``run``."""
+    """Run a delivery by the protocol; ``call_next``: the ``__call__`` of a base before ours, if one has it."""
     vars(run.request)[RUN] = run
     callbacks.settled_run.set(None)
     call = call_next or next_after_ours(run)
@@ -261,11 +252,9 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
 
 
 def delivery_of(request: object) -> Delivery | None:
-    """Return the delivery that a call belongs to, ``None`` if it is a new one.
-
-    Pools such as celery-aio-pool have one request object for all deliveries: a mark counts only within its body.
-    """
+    """Return the delivery that a call belongs to, ``None`` if it is a new one."""
     run: Delivery | None = vars(request).get(RUN)
+    # Pools such as celery-aio-pool have one request object for all deliveries.
     return run if run is not None and run is current_run.get() else None
 
 
@@ -274,7 +263,7 @@ def next_after_ours(run: Delivery) -> Callable[..., object]:
     run.reached_run = True
     if run.definition.call_behind is not None:
         return partial(run.definition.call_behind, run.task)
-    # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
+    # As Celery marks it: a task that calls itself is a plain call.
     run.request._protected = 1  # noqa: SLF001
     body: Callable[..., object] = run.task.run
     return body
@@ -285,10 +274,8 @@ def next_after_ours(run: Delivery) -> Callable[..., object]:
 
 @cache
 def _prepare_process(pid: int) -> str:
-    """Install the shield if this is a pool child, and return how records name this process.
-
-    Not at ``worker_process_init``: billiard sets the child's signal handlers after that.
-    """
+    """Install the shield if this is a pool child, and return how records name this process."""
+    # Not at worker_process_init: billiard sets the child's signal handlers after that.
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and hasattr(signal, "SIGUSR1"):
         handler = signal.getsignal(signal.SIGUSR1)

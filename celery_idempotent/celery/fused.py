@@ -6,9 +6,8 @@
     together   run ─ settle, GET, SETEX, PUBLISH in one script ────────────────────── hooks, signals ─ ack
     duplicate  replay ─ GET, SETEX, PUBLISH in one script ─────────────────────────── hooks, signals ─ ack
 
-Only values, as JSON, and only where the result backend is Celery's own ``RedisBackend``: Celery stores everything else.
-The bytes are those that Celery writes, except that ``date_done`` is always in UTC. The caller then sets
-``request.ignore_result``, and Celery's tracer leaves the result alone.
+Only values, as JSON, and only in Celery's own ``RedisBackend``: Celery stores everything else. The bytes are those that
+Celery writes, but ``date_done`` is always in UTC.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 #: Does Celery's tracer leave the result of a request alone? (Celery < 5.7 asks the task only.)
 _is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ignore_result)
 
-#: A larger result takes long to send: it is left to Celery, which waits longer for Redis than a store does.
+#: For a larger result Celery waits longer than a store does.
 _LARGEST = 1024 * 1024
 
 #: For each backend: the store that may write its results, and the prefix of their keys; ``None``: no store may.
@@ -50,11 +49,7 @@ def _prefix_of(backend: AnyBackend, store: Store) -> bytes | None:
 def write_of(
     task: AnyTask, request: AnyRequest, store: Store, value: Stored | None
 ) -> ResultWrite | None:
-    """Return what the store is to write as the result of this request; ``None``: it is left to Celery.
-
-    Celery would not store it, or has more to do for this request, or writes it in another way. ``value`` is the task's
-    value as its record has it.
-    """
+    """Return the write of this request's result, whose ``value`` is the record's; ``None``: it is left to Celery."""
     if value is None or value.content_type != JSON or len(value.body) > _LARGEST:
         return None
     # Without delivery_info it is not of a tracer: somebody pushed a request and called the task.
@@ -62,17 +57,12 @@ def write_of(
         return None
     if request.callbacks or request.errbacks or request.chain or request.chord:
         return None
-    if _is_ignored(task, request):
-        return None
     backend: AnyBackend = task.backend
-    prefix = _prefix_of(backend, store)
-    if prefix is None:
+    if _is_ignored(task, request) or (prefix := _prefix_of(backend, store)) is None:
         return None
+    key: bytes = prefix + request.id.encode()
     expires_s = int(backend.expires or 0)
-    task_id: str = request.id
-    return ResultWrite(
-        key=prefix + task_id.encode(), payload=_payload(request, value), expires_s=expires_s
-    )
+    return ResultWrite(key=key, payload=_payload(request, value), expires_s=expires_s)
 
 
 def _payload(request: AnyRequest, value: Stored) -> bytes:

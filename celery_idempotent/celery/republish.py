@@ -29,30 +29,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: In a stamp: how often a message was republished because another run holds its key, because the store did not answer,
-#: or because the callbacks of its finished task are still to be sent. The user's ``max_retries`` is not consumed.
+#: In a stamp: how often a message was republished for a conflict, a store failure, or callbacks that were not sent; and
+#: the token of the holder whose conflicts are counted. The user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES, UNDELIVERED = "conflicts", "store_failures", "undelivered"
-#: In a stamp: the token of the holder whose conflicts are counted.
 HOLDER = "holder"
 
-#: The longest countdown for each of them, in seconds.
+#: The longest countdown for each, in seconds.
 _LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
-
-#: Stands for the visibility timeout of a broker that has none, in seconds.
-_VISIBILITY_TIMEOUT = 3600
 
 #: The longest pause, in seconds, after which a message that stays in its worker asks the protocol again.
 _LONGEST_STAY = 30.0
 
-#: Headers that brokers write into a message that they deliver again or pass on. RabbitMQ drops a message that comes
-#: back with them as one that goes in a circle; kombu's Redis transport takes it for restored from then on.
+#: Headers that brokers write. RabbitMQ drops a message that comes back with them as one that goes in a circle; kombu's
+#: Redis transport takes it for restored from then on.
 _OF_THE_BROKER = re.compile(
     "redelivered|x-death|x-(first|last)-death-.*|x-(delivery|acquired)-count"
 )
 
 
 class NotRepublishedError(Exception):
-    """This message cannot be published again: it stays with its worker, and is to ask again now."""
+    """This message cannot be published again: it stays with its worker and asks again now."""
 
 
 class DeliveredRun(Run):
@@ -64,17 +60,17 @@ class DeliveredRun(Run):
     ended_as: State | None = None
     #: The token of the record to mark as delivered; ``None`` if another message settled it.
     mark_token: int | None = None
-    #: Until then (monotonic) the message may come back: the record will surely answer it.
+    #: Until then (monotonic) the record will surely answer the message, if it comes back.
     comes_back_until = 0.0
-    #: The chain that the message came with: the tracer of Celery < 5.7 takes its last step out.
+    #: As the message had it: the tracer of Celery < 5.7 takes its last step out.
     chain: list[object] | None = None
 
 
 def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     """Another run holds the key, or its result is not stored yet: republish this copy, drop or fail it, by the policy.
 
-    A redelivery, which has the holder's task id, is always republished, without a result state: it may be the broker's
-    only copy, and its failure would fail the chord and chain of the holder's run.
+    A redelivery of the holder's message is always republished, without a result state: it may be the broker's only
+    copy, and its failure would fail the chord and chain of the holder's run.
     """
     request, on_conflict, left = run.request, run.policy.on_conflict, left_ms / 1000
     is_redelivery = record.task_id == request.id
@@ -86,51 +82,35 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     if request.is_eager or (on_conflict == "raise" and not is_redelivery):
         raise error
     if on_conflict == "ignore" and not is_redelivery:
-        _ignored(run.task, request, error)
-    # The expiry of a redelivery no longer applies: its operation has begun in time.
+        logger.info("idempotency: %s[%s] is dropped: %s", run.task.name, request.id, error)
+        if not request.ignore_result:
+            backend: AnyBackend = run.task.backend
+            with suppress(Exception):  # else it looks PENDING for ever
+                backend.store_result(request.id, message, "IGNORED", request=request)
+        raise Ignore(message)
+    # The operation of a redelivery has begun before its expiry.
     how: Options = {"expires": None} if is_redelivery else {}
-    again = _republish(
-        run,
-        CONFLICTS,
-        "is republished with a countdown of %(countdown).1f s (conflict %(count)d): %(reason)s",
-        reason=message,
-        left=left,
-        holder=record.token,
-        **how,
-    )
+    line = "is republished with a countdown of %(countdown).1f s (conflict %(count)d): %(reason)s"
+    how |= {"left": left, "holder": record.token}
+    again = _republish(run, CONFLICTS, line, reason=message, **how)
     if is_redelivery:
         raise Ignore(message)
     raise Retry(message, exc=error, when=again.options["countdown"], sig=again)
-
-
-def _ignored(task: AnyTask, request: Any, error: InProgress) -> NoReturn:
-    """Drop a duplicate; its result state becomes IGNORED, so that it does not look PENDING for ever."""
-    logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
-    if not request.ignore_result:
-        backend: AnyBackend = task.backend
-        with suppress(Exception):  # else it stays PENDING
-            backend.store_result(request.id, str(error), "IGNORED", request=request)
-    raise Ignore(str(error))
 
 
 def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool = False) -> NoReturn:
     """The store did not answer: republish this copy. ``begun``: an atomic run was rolled back, or is in doubt."""
     if run.request.is_eager:
         raise error
-    _republish(
-        run,
-        STORE_FAILURES,
-        ("is not known to be done" if begun else "did not run")
-        + ": store error (%(count)d so far). It is republished with a countdown of %(countdown).1f s: %(reason)s",
-        level=logging.ERROR,
-        reason=error,
-    )
+    line = "is not known to be done" if begun else "did not run"
+    line += ": store error (%(count)d so far). It is republished with a countdown of %(countdown).1f s: %(reason)s"
+    _republish(run, STORE_FAILURES, line, level=logging.ERROR, reason=error)
     # Not the error itself: its cause may not be picklable.
     raise Ignore(str(error))
 
 
 def after_chord_claim(run: DeliveredRun) -> NoReturn:
-    """A process, maybe a lost one, has claimed the chord of a finished task: republish until that claim ends."""
+    """A process, maybe a dead one, has claimed the chord of a finished task: republish until that claim ends."""
     line = "is done, and returns its part of a chord again in %(countdown).1f s"
     _republish(run, UNDELIVERED, line, expires=None)
     raise Ignore(f"the chord of {run.task.name} is claimed")
@@ -173,10 +153,9 @@ def _again(
     holder: int | None = None,
     **options: Any,
 ) -> Sig:
-    """Return this message with a countdown, counted in its stamp; ``options`` are more of ``apply_async``.
+    """Return this message with a countdown, counted in its stamp; the count starts anew with another holder.
 
-    The count starts anew with another holder. The countdown stays well under the visibility timeout: while it lasts,
-    the message is delivered and not acknowledged.
+    While a countdown lasts, the message is not acknowledged: it stays well under the visibility timeout.
     """
     task, request = run.task, run.request
     headers = as_mapping(request.headers)
@@ -191,7 +170,7 @@ def _again(
         longest = min(longest, max(left, 0.1))
     delay = backoff.seconds(count, first=1.0, longest=longest)
     if _broker(task).transport.driver_type == "amqp":
-        # For a queue that delays messages itself (RabbitMQ's quorum queues), Celery takes whole seconds, at least one.
+        # For a quorum queue, which delays messages itself, Celery takes whole seconds.
         delay = max(math.ceil(delay), 1)
     return as_published(task, request, countdown=delay, **way_back(task.app, request), **options)
 
@@ -214,31 +193,30 @@ def as_published(task: AnyTask, request: Context, **options: Any) -> Sig:
 def unacknowledged_s(task: AnyTask) -> float:
     """Return for how many seconds a message may surely stay unacknowledged: a quarter of the visibility timeout."""
     broker = redelivery_timeout(task.app)
-    return (_VISIBILITY_TIMEOUT if broker is None else broker.seconds) / 4
+    return (3600.0 if broker is None else broker.seconds) / 4
 
 
 def _publish_again(run: DeliveredRun, again: Sig) -> None:
     """Publish; a message that cannot be published must not be lost.
 
-    With late acks the broker still has the delivery. In an outage it is rejected after a pause, and the broker requeues
-    it; once only, for some queues drop a message that was requeued too often (RabbitMQ's quorum queues: 20 times).
-    Otherwise this worker holds the message and asks the protocol again. If a soft time limit ends the pause, a message
-    with late acks is requeued in any case.
+    In an outage of the broker, one with late acks is rejected after a pause, and the broker requeues it; once only, for
+    RabbitMQ's quorum queues drop a message after 20 times. Otherwise it stays in this worker. If a soft time limit ends
+    the pause, a message with late acks is requeued in any case.
 
     Raises:
-        Reject: if the broker is to deliver it again.
-        NotRepublishedError: after a pause, if it is to ask again here.
+        Reject: if the broker shall deliver it again.
+        NotRepublishedError: after a pause, if it shall ask again here.
     """
     task, request, delay = run.task, run.request, again.options["countdown"]
     if is_broadcast(request) and _broker(task).transport.driver_type == "redis":
-        # Redis broadcasts with PUBLISH: nothing can be put into the queue of one worker.
+        # Redis broadcasts with PUBLISH: one worker has no queue.
         if not run.shield.pause(min(delay, _LONGEST_STAY)):
             run.shield.open()
         raise NotRepublishedError
     try:
         again.apply_async()
         return
-    except Exception as error:  # noqa: BLE001  a broker fails in its own ways, a router in others
+    except Exception as error:  # noqa: BLE001  of a broker, or a router
         of_broker = (OperationalError, LimitExceeded, OSError, *_broker(task).connection_errors)
         is_outage, reason = isinstance(error, of_broker), type(error).__name__
     late: bool | None = task.acks_late
@@ -250,7 +228,7 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
         if not run.shield.pause(pause):
             run.shield.open()
     except SoftTimeLimitExceeded:
-        # The task would fail although it has not begun, or is done.
+        # The task, which has not begun or is done, would fail.
         back = back or late
         if not back:
             raise
@@ -260,27 +238,21 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
 
 
 def _broker(task: AnyTask) -> Any:
-    """Return the connection that messages are published by, as Celery asks it."""
+    """Return the connection that messages are published by."""
     pool: Any = task.app.pool
     return pool.connection
 
 
 # -- the queue that a delivery came from, and its copies go to --------------------------------------------------------
 #
-# An exchange may give one message to several queues: a fanout exchange (kombu's ``Broadcast``) to all, a topic exchange
-# to all whose binding matches. A copy through the exchange would come out of each of them again::
+# A fanout exchange (kombu's ``Broadcast``) and a topic exchange may give a copy to several queues::
 #
 #     queue a ─ worker A: runs                               queue a ─ worker A: runs
 #     queue b ─ worker B: Held ─ exchange ─┬─ queue a …      queue b ─ worker B: Held ─ queue b
 #                                          └─ queue b …
 
-#: In the properties of a request: its queue, and whether its exchange gives each message to all queues. Only the main
-#: process of a worker knows its queues (``-Q``, ``celery control add_consumer``, the name of a Broadcast queue).
+#: In the properties of a request: its queue, which only the main process of a worker knows; whether it is a broadcast.
 _QUEUE, _BROADCAST = "idempotency_queue", "idempotency_broadcast"
-
-#: Celery's delayed delivery in RabbitMQ: the routing key has the delay in binary before it.
-_DELAYED_EXCHANGE = "celery_delayed_"
-_DELAY = re.compile(r"(?:[01]\.){28}")
 
 
 def origin(app: Celery, delivery_info: Mapping[str, object]) -> Options:
@@ -288,8 +260,9 @@ def origin(app: Celery, delivery_info: Mapping[str, object]) -> Options:
     exchange, key = str(delivery_info.get("exchange") or ""), str(delivery_info.get("routing_key"))
     if not exchange:
         return {}
-    if exchange.startswith(_DELAYED_EXCHANGE):
-        exchange, key = "", _DELAY.sub("", key)
+    if exchange.startswith("celery_delayed_"):
+        # Of a delay in RabbitMQ: the routing key has it in binary before it.
+        exchange, key = "", re.sub(r"(?:[01]\.){28}", "", key)
     for name, queue in list(app.amqp.queues.consume_from.items()):
         for each in queue.bindings or (queue,):
             bound = each.exchange
@@ -312,7 +285,7 @@ def _matches(kind: str, pattern: str, key: str) -> bool:
 
 
 def is_broadcast(request: Context) -> bool:
-    """Does the exchange of this delivery give each message to all of its queues?"""
+    """Does the exchange of this delivery give each message to all its queues?"""
     return bool(as_mapping(request.properties).get(_BROADCAST))
 
 
@@ -342,8 +315,7 @@ class RedeliveryTimeout(NamedTuple):
     seconds: float
 
 
-#: The option of kombu's transports, and its default. All others notice that a connection is gone, or (as Azure's
-#: Storage Queues) delete a message when they receive it, and never redeliver.
+#: The option of kombu's transports, and its default. All others notice that a connection is gone, or never redeliver.
 _TRANSPORTS = {
     **dict.fromkeys(("redis", "rediss", "sentinel"), ("visibility_timeout", 3600.0)),
     "sqs": ("visibility_timeout", 1800.0),
@@ -354,7 +326,7 @@ _TRANSPORTS = {
 
 
 def redelivery_timeout(app: Celery) -> RedeliveryTimeout | None:
-    """Return how long the broker that the app reads from waits, ``None`` if it redelivers at once or never."""
+    """Return how long the broker that the app reads from waits; ``None``: it redelivers at once or never."""
     url = cast("object", app.conf.broker_read_url)  # its stub knows one URL only
     first = url[0] if isinstance(url, (list, tuple)) and url else url
     scheme = str(first or "").partition("://")[0].partition("+")[0].lower()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class How(TypedDict, total=False):
-    """Options of all operations; ``force``: a live owner loses the key."""
+    """Options of all operations."""
 
     reason: str
     who: str
@@ -70,10 +70,7 @@ class IdempotentTask(DefinedTask):
     # -- definition ----------------------------------------------------------------------------------------------------
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Put the claim before the ``__call__`` of any other base, whatever their order.
-
-        A transaction that a base opens around the run thus ends before the record says COMPLETED.
-        """
+        """Put the claim before the ``__call__`` of other bases, whose transactions thus end before the settle."""
         super().__init_subclass__(**options)
         owner = next(each for each in cls.__mro__ if "__call__" in vars(each))
         if owner is cls or not issubclass(owner, IdempotentTask):
@@ -123,9 +120,7 @@ class IdempotentTask(DefinedTask):
         shadow: str | None = None,
         **options: object,
     ) -> Result:
-        """Publish, with the key and the fingerprint computed now and stamped on the message.
-
-        Takes ``idempotency_key`` and ``idempotency_scope`` beside Celery's options.
+        """Publish, stamped with key and fingerprint; takes ``idempotency_key`` and ``idempotency_scope``, too.
 
         Raises:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required.
@@ -183,9 +178,8 @@ class IdempotentTask(DefinedTask):
     def replace(self, sig: Sig) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*.
 
-        A process that dies in between repeats the body, and publishes the replacement again under the same task id: an
-        IdempotentTask takes effect once. A replacement with this task's own key must find that free: the key is
-        released before, and nothing is recorded.
+        A process that dies in between repeats the body, and publishes the replacement again under the same task id. For
+        a replacement with this task's own key, the key is released before, and nothing is recorded.
 
         Raises:
             IdempotencyError: in an atomic task, for a replacement with its own key.
@@ -201,7 +195,7 @@ class IdempotentTask(DefinedTask):
                     f"{self.name} is atomic, and its key is not free before its transaction commits: give the "
                     "replacement another key."
                 )
-            # A task of a canvas may be sent at any time: with a deadline it would be taken for lost.
+            # A task of a canvas may be sent at any time: it has no deadline.
             lost_ms = publishing.lost_after_ms(sig.options) if parts == [sig] else None
             release(run, requeue_ms=lost_ms)
         try:
@@ -228,8 +222,7 @@ class IdempotentTask(DefinedTask):
     def idempotency(self) -> Claim:
         """The claim of the run in progress: ``self.idempotency.key``, ``.token``, ``.step()`` in a bound task.
 
-        A task that is called as a function, or switched off, gets a claim that holds nothing: it knows the key, its
-        token is 0, its steps just run.
+        In a function call or a task that is switched off it holds nothing: its token is 0, its steps just run.
         """
         claim = current_claim()
         if claim is not None:
@@ -247,8 +240,8 @@ class IdempotentTask(DefinedTask):
     def idempotency_forget(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
         """Delete the record of a key of this task: the next call with it runs again.
 
-        All operations return ``False`` where there was nothing to do. Log, signal and record name who did it (default:
-        this process) and the reason. A live owner loses the key only with ``force=True`` and a reason.
+        All operations return ``False`` where there was nothing to do. ``who`` is this process by default. A live owner
+        loses the key only with ``force=True`` and a reason.
 
         Raises:
             InProgress: if a live owner holds the key, and this is not forced.
@@ -268,9 +261,7 @@ class IdempotentTask(DefinedTask):
     def idempotency_complete(
         self, key: object, value: object, *, scope: object = None, **how: Unpack[How]
     ) -> bool:
-        """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``.
-
-        Use this if the task took effect and its result was not recorded.
+        """Settle an unfinished or failed key of this task, which took effect, COMPLETED: callers get ``value``.
 
         Raises:
             ValueError: if the task's serializer cannot write the value, or it is too large.
@@ -319,10 +310,7 @@ def _claiming_first(found: Any) -> Any:
 
 
 def make_store(sender: Any, **_: object) -> None:
-    """Note the pool's time limit, and make the store, whose modules the pool's processes thus inherit.
-
-    A worker that could run no task ends: it would take messages and fail them.
-    """
+    """Note the pool's time limit and make the store, or end a worker that could run no task."""
     from celery_idempotent.celery.checks import check_or_raise
 
     delivery.pool_time_limits[real_app(sender.app)] = sender.time_limit
@@ -333,7 +321,7 @@ def make_store(sender: Any, **_: object) -> None:
 
 
 def check_setup(sender: Consumer, **_: object) -> None:
-    """Check how the worker is set up."""
+    """Check how the worker is set up; log what is found."""
     if definitions(sender.app):
         from celery_idempotent.celery.checks import check_in_thread
 
@@ -345,7 +333,7 @@ def _connect_receivers() -> None:
     for signal, receiver in (
         (celery_signals.worker_init, make_store),
         (celery_signals.worker_ready, check_setup),
-        # The counters of a pool's process; those of the main process are written by its thread at its end.
+        # Of a pool's process; the main process writes its counters at its end.
         (celery_signals.worker_process_shutdown, lambda **_: counters.write()),
         (celery_signals.worker_shutdown, lambda **_: heartbeat.finish()),
         (celery_signals.task_success, partial(callbacks.mark_delivered, state=State.COMPLETED)),

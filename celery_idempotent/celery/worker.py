@@ -1,8 +1,7 @@
 """The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
 
-The main process knows which child it gave a message to; the record knows who claimed it. Both must agree (task id,
-worker, pid), and that pid must be gone: after a revoke or a time limit the task may go on. All of it is best effort:
-the lease ends what it misses.
+The main process and the record must agree about the child (task id, worker, pid), and that pid must be gone: after a
+revoke or a time limit the task may go on. All of it is best effort: the lease ends what it misses.
 """
 
 from __future__ import annotations
@@ -35,35 +34,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: So long the main process waits for the interrupt of a dead child's claim before the message goes back, in seconds.
+#: The longest wait for the interrupt of a dead child's claim before the message goes back, in seconds.
 LOSS_TIMEOUT = 0.25
 _POLL = 0.02
 _LONGEST_POLL = 1.0
 #: A claim may reach the store so many seconds after the end of its child is known.
 LATE = 5.0
 
-
-#: A pool of greenlets gives their ``id()`` as a pid: an address (a ``pid_t`` has 32 bits).
+#: A pool of greenlets gives their ``id()``, an address, as a pid.
 _LARGEST_PID = 2**31 - 1
 
 
 class Request(CeleryRequest):
     """A delivery as the worker's main process sees it."""
 
-    #: Celery makes a subclass for each task.
     task: DefinedTask
     _loss_handled = False
 
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
-        """Add the content type of the message, and the queue it came from, for the process that runs the task."""
+        """Add the content type of the message and its queue, for the process that runs the task."""
         super().__init__(message, *args, **options)
         request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
-        request["properties"] = {
-            **request["properties"],
-            # Some transports leave it out.
-            "content_type": getattr(message, "content_type", None),
-            **republish.origin(self.task.app, self.delivery_info),
-        }
+        origin = republish.origin(self.task.app, self.delivery_info)
+        content_type = getattr(message, "content_type", None)  # some transports leave it out
+        request["properties"] = {**request["properties"], "content_type": content_type, **origin}
 
     def on_failure(self, exc_info: ExceptionInfo, *args: Any, **options: Any) -> Any:
         """Interrupt the claim of a lost child before the message goes back."""
@@ -83,10 +77,7 @@ class Request(CeleryRequest):
         return super().on_timeout(soft, timeout)
 
     def _success_was_stored(self) -> object:
-        """Return ``False`` for a message whose lost child may not have sent all callbacks: it comes back.
-
-        Celery >= 5.7 would acknowledge it, because its result is stored.
-        """
+        """Return ``False`` for a message whose lost child may not have sent all callbacks: it comes back."""
         task, definition = self.task, self.task.idempotency_definition()
         comes_back = task.acks_late and task.reject_on_worker_lost
         # In observe mode it would run again.
@@ -101,8 +92,8 @@ class Request(CeleryRequest):
         task, definition = self.task, self.task.idempotency_definition()
         if not pid or pid == os.getpid() or pid > _LARGEST_PID or definition is None:
             return  # never started, in a pool without processes, or switched off
-        if self._loss_handled:
-            return  # a hard time limit comes here twice
+        if self._loss_handled:  # a hard time limit comes here twice
+            return
         self._loss_handled = True
         try:
             headers = self.request_dict
@@ -133,8 +124,8 @@ def interrupt_claim(
 ) -> None:
     """Wait for the end of a child, then interrupt its claim; ``looked`` is set once the record was read since.
 
-    A claim may reach the store late: a key without a holder is read again for some seconds. This runs in a thread, and
-    must not import anything: a child that the pool forks meanwhile would find the module's lock taken for ever.
+    A claim may reach the store late: a key without a holder is read again for some seconds. This thread must not import
+    anything: a child that the pool forks meanwhile would find the module's lock taken for ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
     interrupt = partial(_interrupt, task, get_store(task.app), identity, task_id, pid)
@@ -181,7 +172,7 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
 
 def gone(pid: int) -> bool:
     """Has this process ended, reaped or not?"""
-    # A child that was not waited for keeps its pid; WNOWAIT leaves it to the pool. Some platforms have no waitid().
+    # WNOWAIT leaves the child to the pool. Some platforms have no waitid().
     with suppress(ChildProcessError, AttributeError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     try:
