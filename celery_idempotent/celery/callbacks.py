@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from contextvars import ContextVar
 from traceback import walk_tb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.backends.base import BaseKeyValueStoreBackend
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
@@ -41,12 +41,7 @@ from celery_idempotent.stores import get_store
 if TYPE_CHECKING:
     from celery.app.task import Context
 
-    from celery_idempotent.celery.typed import AnyBackend
-
 logger = logging.getLogger(__name__)
-
-#: The pause before a message goes back to a broker that is away, in seconds.
-PAUSE = 1.0
 
 #: An attribute of the exception that a message ended with: the outcome that the main process tells Celery instead.
 OUTCOME = "idempotency_outcome"
@@ -64,14 +59,14 @@ def brings_callbacks(request: Context) -> bool:
 
 
 def chord_is_claimed(task: AnyTask, request: Context) -> bool:
-    """Has a process, living or dead, claimed the chord of this part? Celery >= 5.7 would return the part in vain.
+    """Has a process, living or dead, claimed the chord of this part?
 
-    ::
+    Celery >= 5.7 would return the part in vain::
 
-        process A   the last part ─ claims the chord ─ ✗ SIGKILL, or the backend does not answer
-        process B                               the same part ─ waits until the claim is over ─ claims the chord
+    process A   the last part ─ claims the chord ─ ✗ SIGKILL, or the backend does not answer
+    process B                               the same part ─ waits until the claim is over ─ claims the chord
     """
-    backend: AnyBackend = task.backend
+    backend: Any = task.backend
     if not isinstance(backend, BaseKeyValueStoreBackend):
         return False
     try:
@@ -122,7 +117,7 @@ def mark_delivered(sender: AnyTask, *, state: State, **_: object) -> None:
 class BackendAfterSettle:
     """Stands for the result backend from the settle to the end of the delivery."""
 
-    def __init__(self, backend: AnyBackend, run: DeliveredRun) -> None:
+    def __init__(self, backend: Any, run: DeliveredRun) -> None:
         self._backend, self._run = backend, run
 
     def __getattr__(self, name: str) -> object:
@@ -158,7 +153,7 @@ def _comes_back(run: DeliveredRun, ended_with: BaseException, trouble: BaseExcep
     setattr(ended_with, OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
     if not published:
         with suppress(SoftTimeLimitExceeded):
-            time.sleep(PAUSE)
+            time.sleep(1.0)  # the broker is away
     return True
 
 

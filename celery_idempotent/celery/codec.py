@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from celery.canvas import Signature
 from celery.result import ResultBase
@@ -25,8 +25,6 @@ from celery_idempotent.serializers import (
 
 if TYPE_CHECKING:
     from celery import Celery
-
-    from celery_idempotent.celery.typed import AnyBackend
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ class TaskCodec:
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""
-        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
+        backend: Any = self._app.backend
         return self._dump(backend.prepare_exception(error, self._serializer.name), State.FAILED)
 
     def _dump(self, value: object, state: EndState) -> Stored | None:
@@ -93,7 +91,7 @@ class TaskCodec:
         """Return the stored exception; ``ResultUnavailable`` if there is none that may be raised again."""
         reason = "was not stored: see the log of its worker"
         if stored is not None:
-            backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
+            backend: Any = self._app.backend
             written = self.load_value(stored)
             try:
                 error = backend.exception_to_python(written)

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Tests for functions that return before their body has run.
-_UNFINISHED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
@@ -121,7 +118,6 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     name = str(task.name)
     refuse_unknown(own_settings(app), KNOWN, where="the app", prefix=PREFIX)
     policy, about = read_task_options(task, name, app.conf.get)
-    codec = TaskCodec(app, name, policy)
     if policy.mode != "off":
         _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
@@ -131,7 +127,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         name=name,
         policy=policy,
         identifier=Identifier(name, signature, validate=validation_of(task), **about),
-        codec=codec,
+        codec=TaskCodec(app, name, policy),
         reporter=Reporter(name, lambda: app.tasks[name], partial(get_store, app)),
         keyed=about.get("key") is not None,
         scoped=about.get("scope") is not None,
@@ -146,7 +142,8 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     run = inspect.getattr_static(task, "run")
     body = getattr(run, "__func__", run)
     bases = (each for each in task.__mro__ if each not in (base, Task))
-    is_unfinished = any(test(body) for test in _UNFINISHED)
+    is_coroutine = inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body)
+    is_unfinished = is_coroutine or inspect.isgeneratorfunction(body)
     if not is_unfinished or any("__call__" in vars(each) for each in bases):
         return
     refused = InvalidOption(

@@ -175,23 +175,24 @@ class Delivery(republish.DeliveredRun):
         request, own = self.request, record.task_id == self.request.id
         if own and record.delivered:
             request.callbacks = request.errbacks = request.chain = request.chord = None
+        error, value = None, None
         if record.state is State.FAILED:
             error = self.definition.codec.load_error(record.value)
-            self._expect_replayed(record, age_ms)
-            raise error
-        if record.replaced and own:
+        elif record.replaced and own:
             raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
-        if record.value is not None:
+        elif record.value is not None:
             value = self.codec.load_value(record.value)
-        elif (
-            own
-            and not self.has_callbacks
-            and (request.ignore_result or isinstance(self.task.backend, DisabledBackend))
-        ):
-            return None  # it is stored nowhere
         else:
             value = self._from_backend(record, age_ms)
-        self._expect_replayed(record, age_ms)
+        if callbacks.brings_callbacks(request):
+            is_part = request.chord and not request.is_eager
+            if is_part and callbacks.chord_is_claimed(self.task, request):
+                republish.after_chord_claim(self)
+            # A duplicate under another task id did not settle the record.
+            token = record.token if own else None
+            callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
+        if error is not None:
+            raise error
         if self.definition.fuses:
             with suppress(Exception):  # else Celery's tracer stores it, in two trips
                 result = fused.write_of(self.task, request, self.store, record.value)
@@ -199,23 +200,14 @@ class Delivery(republish.DeliveredRun):
                     request.ignore_result = True
         return value
 
-    def _expect_replayed(self, record: Record, age_ms: int) -> None:
-        """Have the record marked once Celery has sent the callbacks of a duplicate."""
-        request = self.request
-        if not callbacks.brings_callbacks(request):
-            return
-        is_part = request.chord and not request.is_eager
-        if is_part and callbacks.chord_is_claimed(self.task, request):
-            republish.after_chord_claim(self)
-        # A duplicate under another task id did not settle the record.
-        token = record.token if record.task_id == request.id else None
-        callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
-
     def _from_backend(self, record: Record, age_ms: int) -> object:
         """Return the result that the first task left in the result backend."""
-        task, policy = self.task, self.policy
+        task, policy, own = self.task, self.policy, record.task_id == self.request.id
+        is_kept = not isinstance(task.backend, DisabledBackend)
+        if own and not self.has_callbacks and (self.request.ignore_result or not is_kept):
+            return None  # it is stored nowhere
         state, value = "", None
-        if not isinstance(task.backend, DisabledBackend):
+        if is_kept:
             first = task.AsyncResult(record.task_id)
             state, value = first.state, first.result
         if state == "SUCCESS":
@@ -224,7 +216,7 @@ class Delivery(republish.DeliveredRun):
             raise value
         # A replacement may take long; but once the record is gone, the duplicate would run.
         wait_ms = policy.settled_keep_ms // 2 if record.replaced else policy.lease_ms
-        if state and age_ms < wait_ms and record.task_id != self.request.id:
+        if state and age_ms < wait_ms and not own:
             republish.conflict(self, record, policy.lease_ms)
         raise ResultUnavailable(
             f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "

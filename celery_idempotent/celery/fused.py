@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.app import trace
 
@@ -22,7 +22,7 @@ from celery_idempotent.records import ResultWrite, Stored
 from celery_idempotent.serializers import JSON, encode_json, is_kombus_json
 
 if TYPE_CHECKING:
-    from celery_idempotent.celery.typed import AnyBackend, AnyRequest, AnyTask
+    from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
 #: Does Celery's tracer leave the result of a request alone? (Celery < 5.7 asks the task only.)
@@ -32,12 +32,10 @@ _is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ig
 _LARGEST = 1024 * 1024
 
 #: For each backend: the store that may write its results, and the prefix of their keys; ``None``: no store may.
-_prefixes: weakref.WeakKeyDictionary[AnyBackend, tuple[Store, bytes | None]] = (
-    weakref.WeakKeyDictionary()
-)
+_prefixes: weakref.WeakKeyDictionary[Any, tuple[Store, bytes | None]] = weakref.WeakKeyDictionary()
 
 
-def _prefix_of(backend: AnyBackend, store: Store) -> bytes | None:
+def _prefix_of(backend: Any, store: Store) -> bytes | None:
     found = _prefixes.get(backend)
     if found is None or found[0] is not store:
         is_ours = _is_plain(backend) and store.stores_results_of(backend.client.connection_pool)
@@ -46,9 +44,7 @@ def _prefix_of(backend: AnyBackend, store: Store) -> bytes | None:
     return found[1]
 
 
-def write_of(
-    task: AnyTask, request: AnyRequest, store: Store, value: Stored | None
-) -> ResultWrite | None:
+def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) -> ResultWrite | None:
     """Return the write of this request's result, whose ``value`` is the record's; ``None``: it is left to Celery."""
     if value is None or value.content_type != JSON or len(value.body) > _LARGEST:
         return None
@@ -57,7 +53,7 @@ def write_of(
         return None
     if request.callbacks or request.errbacks or request.chain or request.chord:
         return None
-    backend: AnyBackend = task.backend
+    backend: Any = task.backend
     if _is_ignored(task, request) or (prefix := _prefix_of(backend, store)) is None:
         return None
     key: bytes = prefix + request.id.encode()
@@ -65,7 +61,7 @@ def write_of(
     return ResultWrite(key=key, payload=_payload(request, value), expires_s=expires_s)
 
 
-def _payload(request: AnyRequest, value: Stored) -> bytes:
+def _payload(request: Any, value: Stored) -> bytes:
     """Return what Celery would encode: the fields of ``_get_result_meta``, then the task id."""
     children = request.children
     after = f'"date_done": "{datetime.now(timezone.utc).isoformat()}"'
@@ -80,7 +76,7 @@ def _payload(request: AnyRequest, value: Stored) -> bytes:
     )
 
 
-def _is_plain(backend: AnyBackend) -> bool:
+def _is_plain(backend: Any) -> bool:
     """Is this Celery's own backend, on the client that it makes, which writes plain JSON?"""
     kind = type(backend)
     return (

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
-    from celery_idempotent.celery.typed import AnyBackend
-
 logger = logging.getLogger(__name__)
 
 #: In a stamp: how often a message was republished for a conflict, a store failure, or callbacks that were not sent; and
@@ -84,7 +82,7 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     if on_conflict == "ignore" and not is_redelivery:
         logger.info("idempotency: %s[%s] is dropped: %s", run.task.name, request.id, error)
         if not request.ignore_result:
-            backend: AnyBackend = run.task.backend
+            backend: Any = run.task.backend
             with suppress(Exception):  # else it looks PENDING for ever
                 backend.store_result(request.id, message, "IGNORED", request=request)
         raise Ignore(message)

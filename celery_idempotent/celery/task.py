@@ -30,7 +30,6 @@ from celery_idempotent.errors import (
     InvalidOption,
 )
 from celery_idempotent.keys import stamp
-from celery_idempotent.keys.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.run import release, run_in_progress, unguarded
@@ -89,8 +88,8 @@ class IdempotentTask(DefinedTask):
                 if getattr(cls, option) is None and not is_explicit(app, f"task_{option}"):
                     setattr(cls, option, True)
             # Expected: Celery logs them at INFO, without a traceback.
-            known = dict.fromkeys([*maybe_list(cls.throws), FingerprintMismatch, InProgress])
-            cls.throws = tuple(known)
+            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress)
+            cls.throws = tuple(dict.fromkeys(expected))
         app = real_app(app)
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
@@ -281,8 +280,8 @@ def _has_identity(sig: AnySignature, definition: Definition, identity: Identity)
     """Will this signature claim the same key?"""
     if sig.get("task") != definition.name:
         return False
-    options = as_mapping(sig.get("options"))
-    said = stamp.read_stamp(as_mapping(options.get("headers")), None)
+    options = stamp.as_mapping(sig.get("options"))
+    said = stamp.read_stamp(stamp.as_mapping(options.get("headers")), None)
     identified = definition.identifier.identify(
         sig.get("args"),
         sig.get("kwargs"),
@@ -294,7 +293,7 @@ def _has_identity(sig: AnySignature, definition: Definition, identity: Identity)
 
 
 def _claiming_first(found: Any) -> Any:
-    """Return a ``__call__`` that claims the key and then calls ``found``, the ``__call__`` of another base."""
+    """Return a ``__call__`` that claims the key and calls ``found``, that of another base."""
 
     def __call__(self: IdempotentTask, *args: object, **kwargs: object) -> Any:  # noqa: N807
         call_next, request = found.__get__(self, type(self)), self.request

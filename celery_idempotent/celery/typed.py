@@ -1,11 +1,8 @@
-"""Types of Celery's, named once; and that an ``IdempotentTask``'s signatures take a key.
-
-The stubs of Celery list all options one by one. Nothing here is there when a program runs.
-"""
+"""Types of Celery's, named once; and that an ``IdempotentTask``'s signatures take a key, for type checkers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
 from celery.canvas import Signature
@@ -18,19 +15,16 @@ if TYPE_CHECKING:
     Result = AsyncResult[Any]
     Sig = Signature[Any]
     AnyTask = Task[Any, Any]
-    #: A result backend, and a task's request: each kind has more than the stubs say, and some of it may be missing.
-    AnyBackend: TypeAlias = Any
-    AnyRequest: TypeAlias = Any
     #: An app, whatever the class of its tasks.
     AnyCelery = Celery[Any]
 
     class KeyedSignature(Sig):
-        """A signature whose options are those of :meth:`IdempotentTask.apply_async`."""
+        """A signature that takes the options of :meth:`IdempotentTask.apply_async`."""
 
         def set(self, immutable: bool | None = None, **options: object) -> KeyedSignature: ...
 
     class TaskBase(AnyTask):
-        """A task whose signatures are such."""
+        """A task with such signatures."""
 
         def s(self, *args: object, **kwargs: object) -> KeyedSignature: ...
         def si(self, *args: object, **kwargs: object) -> KeyedSignature: ...

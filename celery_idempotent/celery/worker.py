@@ -34,15 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The longest wait for the interrupt of a dead child's claim before the message goes back, in seconds.
-LOSS_TIMEOUT = 0.25
-_POLL = 0.02
-_LONGEST_POLL = 1.0
-#: A claim may reach the store so many seconds after the end of its child is known.
-LATE = 5.0
-
-#: A pool of greenlets gives their ``id()``, an address, as a pid.
-_LARGEST_PID = 2**31 - 1
+_POLL, _LONGEST_POLL = 0.02, 1.0
 
 
 class Request(CeleryRequest):
@@ -90,8 +82,8 @@ class Request(CeleryRequest):
         """Interrupt the claim that the child may have held, in a thread."""
         pid: Any = self.worker_pid
         task, definition = self.task, self.task.idempotency_definition()
-        if not pid or pid == os.getpid() or pid > _LARGEST_PID or definition is None:
-            return  # never started, in a pool without processes, or switched off
+        if not pid or pid == os.getpid() or pid >= 2**31 or definition is None:
+            return  # never started, in a pool of threads or of greenlets (addresses), or switched off
         if self._loss_handled:  # a hard time limit comes here twice
             return
         self._loss_handled = True
@@ -114,7 +106,7 @@ class Request(CeleryRequest):
             threading.Thread(target=work, name="idempotency-background", daemon=True).start()
             if gone(pid):
                 # Before the message goes back. The pool kills a living child only when this has returned.
-                looked.wait(LOSS_TIMEOUT)
+                looked.wait(0.25)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 
@@ -124,7 +116,7 @@ def interrupt_claim(
 ) -> None:
     """Wait for the end of a child, then interrupt its claim; ``looked`` is set once the record was read since.
 
-    A claim may reach the store late: a key without a holder is read again for some seconds. This thread must not import
+    A claim may reach the store late: a key without a holder is read again for five seconds. This thread must not import
     anything: a child that the pool forks meanwhile would find the module's lock taken for ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
@@ -134,7 +126,7 @@ def interrupt_claim(
             if time.monotonic() > give_up:
                 return
             time.sleep(_POLL)
-        late_until, looks = min(time.monotonic() + LATE, give_up), 0
+        late_until, looks = min(time.monotonic() + 5.0, give_up), 0
         while not backoff.persist(interrupt, until=give_up, longest=_LONGEST_POLL):
             looked.set()
             looks += 1
