@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: A claim may reach the store so many seconds after the end of its child is known.
+LATE = 5.0
 _POLL, _LONGEST_POLL = 0.02, 1.0
 
 
@@ -116,7 +118,7 @@ def interrupt_claim(
 ) -> None:
     """Wait for the end of a child, then interrupt its claim; ``looked`` is set once the record was read since.
 
-    A claim may reach the store late: a key without a holder is read again for five seconds. This thread must not import
+    A claim may reach the store late: a key without a holder is read again for some seconds. This thread must not import
     anything: a child that the pool forks meanwhile would find the module's lock taken for ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
@@ -126,7 +128,7 @@ def interrupt_claim(
             if time.monotonic() > give_up:
                 return
             time.sleep(_POLL)
-        late_until, looks = min(time.monotonic() + 5.0, give_up), 0
+        late_until, looks = min(time.monotonic() + LATE, give_up), 0
         while not backoff.persist(interrupt, until=give_up, longest=_LONGEST_POLL):
             looked.set()
             looks += 1
