@@ -19,6 +19,8 @@ from tests.support.admin import TASK
 
 Serve = Callable[..., Any]
 CHARTS = f"{LIST}charts/"
+OUTBOX = "/admin/celery_idempotent/outboxmessage/"
+OUTCOMES = "/admin/celery_idempotent/outcomes/"
 
 
 def charts(found: list[Counted], **period: int) -> Any:
@@ -97,12 +99,13 @@ def test_a_count_that_may_be_larger_has_a_plus(
 
 
 def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
-    operator: Client, log_in: Callable[..., Client], database: None
+    serve: Serve, operator: Client, log_in: Callable[..., Client], postgresql: str
 ) -> None:
     from celery_idempotent.django.fields import NowMs
     from celery_idempotent.django.models import OutboxMessage
 
-    OutboxMessage.objects.create(
+    serve(f"django://{postgresql}")
+    OutboxMessage.objects.using(postgresql).create(
         app="shop",
         task="shop.<b>mail</b>",
         task_id="task-1",
@@ -114,12 +117,31 @@ def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
         error="OperationalError: no broker",
     )
     try:
-        page = operator.get("/admin/celery_idempotent/outboxmessage/")
+        page = operator.get(OUTBOX)
         assert "order-1 - 2 OperationalError: no broker" in text(page)
         assert "<b>mail" not in page.content.decode()
         for address in ("1/change/", "1/delete/", "add/"):
-            found = operator.get(f"/admin/celery_idempotent/outboxmessage/{address}", follow=True)
+            found = operator.get(OUTBOX + address, follow=True)
             assert "the arguments" not in found.content.decode()
-        assert log_in().get("/admin/celery_idempotent/outboxmessage/").status_code == 403
+        assert log_in().get(OUTBOX).status_code == 403
     finally:
-        OutboxMessage.objects.all().delete()
+        OutboxMessage.objects.using(postgresql).all().delete()
+
+
+def test_the_index_leads_to_the_charts_and_to_an_outbox_that_the_store_has(
+    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    def shown(browser: Client) -> tuple[bool, bool]:
+        page = browser.get("/admin/").content.decode()
+        return OUTCOMES in page, OUTBOX in page
+
+    serve(memory)
+    assert shown(operator) == (True, False)
+    assert operator.get(OUTBOX).status_code == 403
+    assert operator.get(OUTCOMES)["Location"] == CHARTS
+    assert shown(log_in("view_result")) == (False, False)
+    serve("django://default")
+    assert shown(operator) == (True, True)
+    assert operator.get(OUTBOX).status_code == 200
+    serve("nonsense://")
+    assert shown(operator) == (True, False)

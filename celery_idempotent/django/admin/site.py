@@ -58,7 +58,7 @@ from celery_idempotent.stores.base import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery
-    from django.db.models import Model
+    from django.db.models import Model, QuerySet
 
     Base = admin.ModelAdmin[Model]
 else:
@@ -87,12 +87,35 @@ _VERDICTS: dict[Verdict, str] = {
 
 
 class ReadOnlyAdmin(Base):
-    """Records are made by tasks, and changed by operations, each with a permission."""
+    """Records are made by tasks, and changed by operations, each with a permission.
+
+    Whoever may see records may see their charts, and which of them wait for their message.
+    """
+
+    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        """Whether the user may see records."""
+        return request.user.has_perm("celery_idempotent.view_idempotencyrecord")
 
     def _nobody(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         return False
 
     has_add_permission = has_change_permission = has_delete_permission = _nobody
+    has_module_permission = has_view_permission
+
+
+def _outbox_alias() -> str | None:
+    with contextlib.suppress(IdempotencyError):  # the other pages say what is wrong
+        return get_store(celery_app()).outbox_alias
+    return None
+
+
+class OutcomesAdmin(ReadOnlyAdmin):
+    """Leads from the index to the charts."""
+
+    def changelist_view(self, request: HttpRequest, extra_context: object = None) -> HttpResponse:  # noqa: ARG002
+        """Go to the charts."""
+        name = f"{self.admin_site.name}:celery_idempotent_idempotencyrecord_charts"
+        return HttpResponseRedirect(reverse(name))
 
 
 class OutboxAdmin(ReadOnlyAdmin):
@@ -103,11 +126,13 @@ class OutboxAdmin(ReadOnlyAdmin):
     ordering = ("id",)
     show_full_result_count = False
 
-    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Whoever may see records may see which of them wait for their message."""
-        return request.user.has_perm("celery_idempotent.view_idempotencyrecord")
+    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:
+        """Also require a store with an outbox."""
+        return super().has_view_permission(request, obj) and _outbox_alias() is not None
 
-    has_module_permission = has_view_permission
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
+        """Return the messages of the store's database."""
+        return super().get_queryset(request).using(_outbox_alias())
 
 
 class Row(NamedTuple):
