@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent import records
-from celery_idempotent.records import Identity, Record, ResultWrite, Selection, SettleRequest, State
+from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State, Stored
 from celery_idempotent.stores import table
 from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
 
@@ -138,10 +138,9 @@ class Store(ABC):
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
-        """Delete the PROCESSING or QUEUED record with this token; ``False`` if there was none.
+        """Delete the PROCESSING or QUEUED record with this token; ``False`` if there is none.
 
-        Before a retry (``requeue_ms``) a record that was reserved or has a message becomes QUEUED instead, one with
-        steps INTERRUPTED.
+        With steps it becomes INTERRUPTED; before a retry (``requeue_ms``), if reserved or with a message, QUEUED.
         """
         args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, args)
@@ -151,9 +150,7 @@ class Store(ABC):
         args = VerbArguments(token=token)
         return self._at(identity, lambda snapshot: self._do("interrupt", snapshot, args)[1])
 
-    def checkpoint(
-        self, identity: Identity, *, token: int, name: str, value: records.Stored
-    ) -> bool:
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add a step's first result to the claim with this token, swept or not; ``False`` if there is none."""
         return self._ask("checkpoint", identity, VerbArguments(token=token, step=(name, value)))
 
@@ -181,10 +178,7 @@ class Store(ABC):
         return None if snapshot.stored is None else snapshot.stored.record
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> records.SweepReport:
-        """Interrupt up to about ``limit`` records whose lease ran out; any number of sweeps may run at once.
-
-        A record that is to be sent again becomes QUEUED for ``requeue_ms``, each time for twice as long.
-        """
+        """Interrupt or requeue up to about ``limit`` records whose lease ran out; many sweeps may run at once."""
         found = list(self._due(limit + 1))
         due = found[:limit]
         random.shuffle(due)  # lest concurrent sweeps meet at one record after another
@@ -196,7 +190,6 @@ class Store(ABC):
         )
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
-        """Claim or reserve a key."""
         return self._at(identity, lambda snapshot: self._take(verb, snapshot, args))
 
     def _take(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Taken:
@@ -217,11 +210,12 @@ class Store(ABC):
 
     def _do(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> tuple[str, Record | None]:
         """Apply the table's rule to a snapshot; return its answer, and the record if it wrote one."""
-        now_ms, token = snapshot.now_us // 1000, max(snapshot.highest + 1, snapshot.now_us)
+        now_ms = snapshot.now_us // 1000
         rule = table.decide(verb, snapshot.stored, args, now_ms)
         if rule.then == "deleted":
             snapshot.remove(forget=verb == "forget")
         elif rule.then is not None:
+            token = max(snapshot.highest + 1, snapshot.now_us)
             written = table.after(rule, snapshot.stored, args, now_ms, token)
             snapshot.write(written)
             return rule.answer, written.record
@@ -236,7 +230,7 @@ class Store(ABC):
 
     def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
         requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
-        delay_ms = requeue_ms * 2 ** min(requeues, 10)  # from a minute to 17 hours
+        delay_ms = requeue_ms * 2 ** min(requeues, 10)  # usually a minute, at last 17 hours
         args = VerbArguments({"swept": True}, b"", delay_ms=delay_ms)
         return self._do("sweep", snapshot, args)[1]
 
@@ -270,12 +264,12 @@ class Store(ABC):
         return False
 
     def settle_with_result(
-        self, request: SettleRequest, result: ResultWrite
+        self, request: SettleRequest, result: records.ResultWrite
     ) -> records.SettledWith:
         """Write the end state and, in the same atomic step, the result, over any but a SUCCESS."""
         raise NotImplementedError
 
-    def write_result(self, result: ResultWrite) -> bool:
+    def write_result(self, result: records.ResultWrite) -> bool:
         """Write the result of a duplicate likewise; ``False``: its backend has to."""
         raise NotImplementedError
 

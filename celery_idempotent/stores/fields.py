@@ -1,7 +1,6 @@
 """The codec of a record's fields for every store: one line of JSON with those that are not as usual.
 
-A new field of a record needs nothing here. An older version that rewrites the record drops it: a field that must not be
-lost needs a new version of its store's format.
+A field that an older version must not drop when it rewrites the record needs a new version of its store's format.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from celery_idempotent.records import Record, State, Stored
 LETTERS = {state: state.name[0] for state in State}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
-#: The fields that a line may have, the stores' own among them.
 _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
 #: A task id may be any text.
 _UTF_8 = ("utf-8", "surrogatepass")
@@ -37,7 +35,6 @@ class FieldCodec:
     def __init__(self, *elsewhere: str, ascii_only: bool = False) -> None:
         self._to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=ascii_only).encode
         left_out = {*elsewhere, "message", "steps", "value"}
-        #: The values of fields that are left out of the line.
         self.defaults: dict[str, Any] = {
             each.name: each.default
             for each in fields(Record)

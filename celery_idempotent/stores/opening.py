@@ -1,7 +1,4 @@
-"""Which store an app uses: ``idempotency_store``, else its result backend or its broker if that is a Redis.
-
-Failing that, the memory of this process if all runs are in it (eager tasks, a ``memory://`` broker).
-"""
+"""An app's store: ``idempotency_store``, else the Redis of its result backend or broker, else memory for tests."""
 
 from __future__ import annotations
 
@@ -40,8 +37,9 @@ def open_store(url: str) -> Store:
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in _SCHEMES:
         allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
-        start = f"starts with {scheme!r}" if scheme else "has no scheme"
-        raise InvalidOption(f"the idempotency store's URL {start}: use one of {allowed}")
+        raise InvalidOption(
+            f"the idempotency store's URL has the scheme {scheme!r}: use one of {allowed}"
+        )
     try:
         opener: Callable[..., Store] = pkgutil.resolve_name(_SCHEMES[scheme])
     except ModuleNotFoundError as error:
@@ -54,10 +52,10 @@ def open_store(url: str) -> Store:
 
 
 def get_store(app: AnyCelery) -> Store:
-    """Return the app's store, by its settings, which are read once; two apps never share one."""
+    """Return the app's store, by its settings, which are read once."""
     if hasattr(app, "_get_current_object"):
         app = real_app(app)
-    # Two threads may both open one; the first store stays.
+    # Of two threads that open one, the first has it stored.
     return _stores.get(app) or _stores.setdefault(app, _store_of(app))
 
 
@@ -70,7 +68,6 @@ def swap_store(app: Celery, store: Store | None) -> None:
 
 
 def _store_of(app: Celery) -> Store:
-    """Open the store of an app's settings."""
     setting = app.conf.get("idempotency_store")
     if isinstance(setting, str):
         return open_store(setting)
@@ -97,8 +94,8 @@ def _store_of(app: Celery) -> Store:
         ) from None
     if app.conf.task_always_eager or broker.startswith("memory://"):
         logger.warning(
-            "idempotency: the app %s has no store, and keeps its records in the memory of this process, which is for"
-            ' tests: set idempotency_store="memory://" if that is intended',
+            "idempotency: the app %s has no store, and keeps its records in the memory of this process,"
+            ' for tests: set idempotency_store="memory://" if that is intended',
             app.main,
         )
         return open_store("memory://")
@@ -112,13 +109,11 @@ def _store_of(app: Celery) -> Store:
 
 #: The schemes of Celery's own backend of one Redis.
 _BACKENDS = {"redis", "rediss", "redis+socket", "socket"}
-
 #: Parameters of Celery's connections that the store's do not share.
 _NOT_SHARED = {"decode_responses", "max_connections", "retry_on_timeout"}
 
 
 def _from_backend(app: Celery) -> Store:
-    """Open the Redis of Celery's own result backend, with the same parameters of connections."""
     from celery.app.defaults import DEFAULTS
 
     backend: Any = app.backend
@@ -131,12 +126,11 @@ def _from_backend(app: Celery) -> Store:
 
 
 def _from_broker(app: Celery) -> Store:
-    """Open the broker's Redis, as kombu reads its URL and settings."""
     client: Any = app.connection_for_write()
     if len(client.alt) > 1:
         raise InvalidOption(
-            "broker_url fails over from one server to another, and no records move with it: while the first is down"
-            " no task could run. Set idempotency_store to the Redis that keeps the records"
+            "broker_url fails over from one server to another, but records do not: set idempotency_store"
+            " to the Redis that is to keep them"
         )
     given = {"host": client.hostname, "port": client.port}
     given |= {"username": client.userid, "password": client.password}

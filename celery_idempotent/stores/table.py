@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from celery_idempotent import records
 from celery_idempotent.records import Record, SettleRequest, State, Stored
@@ -43,11 +43,8 @@ def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     return tuple(name for name in fields if name not in left_out)
 
 
-#: All fields but the state and the deadline.
-UNCHANGED = _without(
-    tuple(each.name for each in fields(Record)), "identity", "state", "deadline_ms"
-)
-#: The same without the time of the last change.
+_ALL = tuple(each.name for each in fields(Record))
+UNCHANGED = _without(_ALL, "identity", "state", "deadline_ms")
 WHOLE = _without(UNCHANGED, "updated_ms")
 _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
 #: The fields of a claim that stay once it is settled; the settle brings the others.
@@ -96,7 +93,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("claim", NONE, "", "claimed", PROCESSING, attempts=1, life="anew"),
     Rule("claim", ANY, "another fingerprint", "mismatched"),
     Rule("claim", ENDS, "", "settled"),
-    # The answer to this claim was lost.
+    # Its answer was lost.
     Rule("claim", (PROCESSING,), "the same attempt", "claimed", PROCESSING, UNCHANGED, life="anew"),
     Rule("claim", (PROCESSING,), "before its deadline", "held"),
     Rule("claim", (PROCESSING,), "", "claimed", PROCESSING, CLAIM, crashes=1, attempts=1, life="anew"),
@@ -157,19 +154,17 @@ TABLE: tuple[Rule, ...] = (
     *_lost("mark_delivered", *LIVE),
     *[Rule("mark_delivered", (state,), "", "marked", state, _without(UNCHANGED, "delivered")) for state in ENDS],
 
-    Rule("requeue", NONE, "", "none"),
+    Rule("requeue", (None, QUEUED, *ENDS), "", "none"),
     Rule("requeue", ANY, "another token", "none"),
-    Rule("requeue", (QUEUED, *ENDS), "", "none"),
     Rule("requeue", (PROCESSING, INTERRUPTED), "has no message", "none"),
     Rule("requeue", (PROCESSING,), "before its deadline, no token given", "none"),
     Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, OPERATED, crashes=1, life="longer"),
     Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, OPERATED, life="longer"),
 
     Rule("sweep", (None, INTERRUPTED, *ENDS), "", "none"),
-    Rule("sweep", (PROCESSING,), "before its deadline", "none"),
+    Rule("sweep", LEASED, "before its deadline", "none"),
     Rule("sweep", (PROCESSING,), "requeue if stale, has a message", "requeued", QUEUED, RUN, crashes=1, life="longer"),
     Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, RUN, crashes=1),
-    Rule("sweep", (QUEUED,), "before its deadline", "none"),
     # Left to the next reservation.
     Rule("sweep", (QUEUED,), "has no message", "none"),
     Rule("sweep", (QUEUED,), "", "requeued", QUEUED, UNCHANGED, life="longer"),
@@ -183,7 +178,7 @@ TABLE: tuple[Rule, ...] = (
 
 # -- how a store applies it --
 
-#: Fields of a record by name.
+#: By name.
 Fields = dict[str, Any]
 
 
@@ -200,8 +195,7 @@ class StoredRecord(NamedTuple):
 class VerbArguments:
     """The arguments of a verb, with the ``fields`` that it brings for the record.
 
-    ``delay_ms`` is the length of the lease, or the time until the deadline. ``claim`` is the record to be settled: its
-    fields are carried over if none is stored any more.
+    ``delay_ms`` is the length of the lease, or the time until the deadline. ``claim`` replaces a record that was lost.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -236,14 +230,12 @@ def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
     return names, attrgetter(*names)
 
 
-#: The fields of each request that a record takes: those of the same name.
-_SHARED = {
-    request: _shared(request)
-    for request in (records.ClaimRequest, records.ReserveRequest, SettleRequest)
-}
+#: The requests whose fields a record takes, if it has some of the same name.
+Request = records.ClaimRequest | records.ReserveRequest | SettleRequest
+_SHARED = {request: _shared(request) for request in get_args(Request)}
 
 
-def fields_from(request: records.ClaimRequest | records.ReserveRequest | SettleRequest) -> Fields:
+def fields_from(request: Request) -> Fields:
     """Return the fields that a request brings for the record."""
     names, read = _SHARED[type(request)]
     return dict(zip(names, read(request), strict=True))

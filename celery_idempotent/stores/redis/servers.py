@@ -23,7 +23,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores.base import ServerFacts
 
-#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``.
+#: redis-py's: bytes, a number, ``None``, a list of these, or a ``ResponseError``.
 Reply: TypeAlias = Any
 
 
@@ -58,8 +58,6 @@ SCRIPTS = {
 }
 
 
-# -- one server --------------------------------------------------------------------------------------------------------
-
 #: How many idle connections stay open after a burst of threads or greenlets.
 _MAX_IDLE = 64
 
@@ -67,8 +65,8 @@ _MAX_IDLE = 64
 class Server:
     """One server, by redis-py's connections without its pool, whose checks and locks take longer than a verb.
 
-    A dead connection is found by using it. One that did not finish its exchange is closed: an exception out of a signal
-    handler may strike between any two instructions, and the next verb would read the answer to this one.
+    A connection that did not finish its exchange is closed: a signal handler may raise between any two instructions,
+    and the next verb would read the answer to this one.
     """
 
     def __init__(self, pool: ConnectionPool, where: str) -> None:
@@ -80,7 +78,7 @@ class Server:
         """Return the answer to each command, from another connection if the first was dead."""
         packed = [b"".join(map(_packed, commands))]
         if self._pid != os.getpid():
-            # After a fork these are the parent's, which redis-py closes without shutting them down.
+            # The parent's, which redis-py closes without shutting them down.
             self._idle, self._pid = [], os.getpid()
         try:
             try:
@@ -118,17 +116,15 @@ class Server:
 
     def _connect(self) -> Any:
         connection = self.pool.connection_class(**self.pool.connection_kwargs)
-        # Explicitly: a Sentinel's connection would send a first command to localhost.
-        connection.connect()
+        connection.connect()  # a Sentinel's connection would send a first command to localhost
         return connection
 
     def nodes(self) -> Sequence[Any]:
         return (None,)
 
     def close(self) -> None:
-        # One by one: other threads may be taking and closing them as well.
         with contextlib.suppress(IndexError):
-            while True:
+            while True:  # other threads may be taking and closing them as well
                 self._idle.pop().disconnect()
 
 
@@ -165,9 +161,6 @@ def is_one_database(*pools: ConnectionPool) -> bool:
     return len(places) == 1
 
 
-# -- a Cluster ---------------------------------------------------------------------------------------------------------
-
-
 class Cluster:
     """All nodes of a Cluster, by redis-py's client, which connects when it is made."""
 
@@ -176,14 +169,12 @@ class Cluster:
 
     @cached_property
     def client(self) -> Any:
-        """redis-py's client."""
         try:
             return self._connect()
         except _ERRORS as error:
             raise trouble(error, self.where) from error
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
-        """Return the answer to each command, from whichever node serves it by now."""
         # redis-py finds the keys by the command's name, a ``str``.
         named = [(command.words[0].decode(), *command.words[1:]) for command in commands]
         if len(commands) > 1:
@@ -207,11 +198,7 @@ class Cluster:
             self.client.close()
 
 
-#: The way to a server, or to all servers of a Cluster.
 Link: TypeAlias = Server | Cluster
-
-
-# -- for all of them ---------------------------------------------------------------------------------------------------
 
 
 def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
@@ -245,8 +232,8 @@ _SILENT = (
     *(exceptions.ClusterError, exceptions.RedisClusterException),
 )
 _ERRORS = (exceptions.RedisError, *_SILENT)
-#: Errors that may be gone at the next try: a word at the start of the message or, before Redis 7, in the middle of that
-#: of a script. Some parsers of redis-py raise a class instead, and leave out the word.
+#: Errors that may be gone at the next try: by redis-py's class, or a word at the start of the message or, before
+#: Redis 7, in the middle of a script's.
 _TRANSIENT = re.compile(
     r"^(Moved|Ask|MasterDown|ClusterDown|TryAgain|ReadOnly|OutOfMemory)Error"
     r"|(^\w+ |: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
@@ -260,13 +247,12 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
     while isinstance(cause, exceptions.RedisClusterException):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, (exceptions.ResponseError, *_LOGIN_ERRORS)):
-        error = cause  # a node refused the question for the slots
+        error = cause
     text = str(error).rstrip(".")
     if isinstance(error, _LOGIN_ERRORS):
         return StoreMisconfigured(f"{where} refused us: {text}. Check user and password.")
     if isinstance(error, _SILENT):
         return StoreUnavailable(f"{where} did not answer: {error}")
-    # A script's error has other words.
     if isinstance(error, exceptions.NoPermissionError) or "can't run this command" in text:
         return StoreMisconfigured(f"{where} refused us: {text}. Give the user the rights.")
     if _TRANSIENT.search(f"{type(error).__name__} {text}"):
@@ -302,14 +288,12 @@ def facts_of(link: Link, node: Any) -> ServerFacts:
     return ServerFacts(kind=kind, version=version, eviction=eviction, persistent=persistent)
 
 
-# -- URLs --------------------------------------------------------------------------------------------------------------
-
 #: A task that fails can be tried again, one that hangs cannot. A URL's query may set other timeouts.
 _DEFAULTS = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
 
 
 def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
-    """Return the link that ``url`` describes, not yet connected, and the prefix it names.
+    """Return the link of a URL, not yet connected, and its prefix.
 
     ::
 
@@ -317,7 +301,7 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
         redis+cluster://node1:7000,node2:7000         a Cluster, found by any node that answers
         sentinel://s1:26379;s2:26379/mymaster/1       whichever server the Sentinels call the master now
 
-    redis-py reads the rest, its query included, which wins over ``options``, further arguments of its connections.
+    redis-py reads the rest of the query, which wins over ``options``, arguments of its connections.
     """
     address, _, text = url.partition("?")
     scheme = address.partition("://")[0]
@@ -383,17 +367,14 @@ def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -
 def _arguments(
     address: str, query: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a pool for a URL."""
     url = f"{address}?{urlencode(query)}"
     given: dict[str, Any] = {**_DEFAULTS, **options, **parse_url(url)}  # type: ignore[no-untyped-call]
     pool = ConnectionPool(**given)
-    # Connects to nothing, but refuses unknown options.
-    pool.connection_class(**pool.connection_kwargs)
+    pool.connection_class(**pool.connection_kwargs)  # refuses unknown options
     return given
 
 
 def _without_host(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for redis-py's other clients, which have hosts of their own."""
     is_tls = given.pop("connection_class", None) is redis.SSLConnection
     shared = {name: value for name, value in given.items() if name not in ("host", "port")}
     return shared | ({"ssl": True} if is_tls else {})

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The token and the time that a new record got.
+#: The token and the time of a new record.
 _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
@@ -44,7 +44,7 @@ _COPIED = ("token", "created_ms", "crashes", "attempts")
 _CARRIED = tuple(name for name in table.OUTCOME if name not in _COPIED)
 _carried_by = attrgetter(*_CARRIED)
 _CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
-#: The number of the key of ``swap`` that indexes the records of a state.
+#: The key of ``swap`` that indexes the records of a state.
 _IN_LEASES = b"2"
 _INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.INTERRUPTED: b"4"}
 #: The number of records that one trip of a sweep reads or writes.
@@ -55,7 +55,7 @@ class RedisStore(base.Store):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is as for :func:`.servers.link_and_prefix`. Nothing connects before the first verb. Safe to share between
-    threads and greenlets and to take along over a fork.
+    threads and greenlets, and over a fork.
     """
 
     supports_counting = True
@@ -79,7 +79,6 @@ class RedisStore(base.Store):
     # -- the verbs of a run --
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> base.Taken:
-        """Claim or reserve a key; in one trip where it has no record, or cannot be had."""
         rule, lease_ms = _FIRST[verb], args.delay_ms or 0
         tail = layout.pack_tail(args.fields, attempt=args.attempt or b"")
         times = b"%d" % lease_ms, b"%d" % (lease_ms + args.keep_ms)
