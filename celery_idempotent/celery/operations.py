@@ -135,7 +135,6 @@ class OperationRequest:
 #: Called with each operation of a named person that was done, or may have been.
 audit_logs: list[Callable[[Identity, OperationRequest, str], None]] = []
 
-
 #: An operation applies to a record; it has to be forced; it does not apply.
 Verdict = Literal["apply", "held", "skip"]
 
@@ -212,9 +211,7 @@ def operate_or_raise(app: AnyCelery, identity: Identity, request: OperationReque
         if outcome is not Outcome.CHANGED:  # else look again
             return True
     if operation == "forget":
-        store.forget(
-            identity, token=0
-        )  # no record has that token, but a copy in a cache may be left
+        store.forget(identity, token=0)  # of no record, but a cache may have a copy left
     return False
 
 
