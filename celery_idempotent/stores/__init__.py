@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.opening import get_store, open_store, swap_store
+from celery_idempotent.stores.opening import get_store, open_store
 
-__all__ = ["Store", "get_store", "open_store", "swap_store"]
+__all__ = ["Store", "get_store", "open_store"]

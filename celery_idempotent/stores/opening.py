@@ -29,7 +29,8 @@ _SCHEMES = {
     **{f"hybrid+{scheme}": "celery_idempotent.django.hybrid:open_hybrid" for scheme in _REDIS},
 }
 
-_stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
+#: The open stores, which the test kit replaces.
+opened: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
 
 def open_store(url: str) -> Store:
@@ -56,15 +57,7 @@ def get_store(app: AnyCelery) -> Store:
     if hasattr(app, "_get_current_object"):
         app = real_app(app)
     # Of two threads that open one, the first has it stored.
-    return _stores.get(app) or _stores.setdefault(app, _store_of(app))
-
-
-def swap_store(app: Celery, store: Store | None) -> None:
-    """Let the app use this store in this process; with ``None`` its settings are read again."""
-    app = real_app(app)
-    _stores.pop(app, None)
-    if store is not None:
-        _stores[app] = store
+    return opened.get(app) or opened.setdefault(app, _store_of(app))
 
 
 def _store_of(app: Celery) -> Store:

@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 from celery_idempotent.celery.definition import definitions
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.stores import get_store, open_store, swap_store
-from celery_idempotent.stores.base import Store
+from celery_idempotent.settings import real_app
+from celery_idempotent.stores import Store, get_store, open_store
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.opening import opened
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
@@ -59,11 +60,14 @@ def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) 
             raise
     if store is None or not store.supports_transactions:
         store = MemoryStore(clock)
-    swap_store(app, store)
+    opened[real_app(app)] = store
     try:
         yield store
     finally:
-        swap_store(app, used)
+        if used is None:
+            del opened[real_app(app)]
+        else:
+            opened[real_app(app)] = used
 
 
 @contextmanager
