@@ -133,11 +133,6 @@ class Launched:
 class EmbeddedRedis:
     """A server of our own, on a free port of the loopback interface, gone when its owner is.
 
-    ::
-
-        with EmbeddedRedis() as server:
-            client = redis.Redis.from_url(server.url(db=1))
-
     ``persistent`` writes every change to disk, so that the data survives :meth:`kill`; ``prefer_path`` takes the
     machine's own server before the one in a wheel; ``options`` are more settings. After :meth:`stop` or :meth:`kill`,
     :meth:`start` brings it back on the same port; :meth:`close` also removes its data.

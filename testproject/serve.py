@@ -181,7 +181,7 @@ def _serve(port: int, stack: contextlib.ExitStack) -> None:
     stage = open_stage("serve", "testproject.settings", processes=2, store=store, port=port)
     children = stack.enter_context(stage)
     directory = children[0].directory
-    setup = Child(directory, "setup", "testproject demo_users")
+    setup = Child(directory, "setup", "testproject demo_users --records")
     done = subprocess.run(
         setup.command, cwd=directory, env=setup.env, capture_output=True, text=True, check=False
     )
@@ -199,7 +199,7 @@ _WELCOME = """
   {base}/               the webhook ledger, empty until a webhook comes in
   {base}/payments/      the API (POST {{"amount": 100, "currency": "EUR", "recipient": "acct_1"}})
   {base}/payments/now/  the same, done in the request
-  {base}/admin/         the admin
+  {base}/admin/         the admin, with a record in each state
 
   Log in as alice (password alice), bob (bob) or admin (admin). With curl:
 

@@ -1,17 +1,4 @@
-"""Django's and Celery's settings; whatever differs between machines comes from the environment.
-
-==========================  ====================================================================
-``DJANGO_DEBUG``            ``1`` (default) or ``0``
-``DJANGO_SECRET_KEY``       required with ``DJANGO_DEBUG=0``
-``DATABASE_PATH``           the SQLite file; ``db.sqlite3`` beside this file by default
-``DATABASE_NAME``           a PostgreSQL database instead, where libpq's own variables say (``PGHOST``…)
-``REDIS_URL``               broker, result backend, store; by default ``redis://127.0.0.1:6379/0``
-``IDEMPOTENCY_STORE``       where the records are; by default the Redis
-``BANK_SECONDS``            how long the bank of the payments takes; ``1.5`` by default
-``BANK_MOOD_FILE``          a file with the bank's mood, for tests
-``GITHUB_WEBHOOK_SECRET``   the secret of the webhook; without it, signatures are not checked
-==========================  ====================================================================
-"""
+"""Django's and Celery's settings; whatever differs between machines comes from the environment."""
 
 from __future__ import annotations
 
@@ -23,8 +10,6 @@ import django
 from django.core.exceptions import ImproperlyConfigured
 
 BASE_DIR = Path(__file__).resolve().parent
-
-# --- Django -----------------------------------------------------------------------------------
 
 DEBUG = os.environ.get("DJANGO_DEBUG", "1") not in {"0", "false", "no"}
 _DEVELOPMENT_KEY = "for-development-only-and-refused-everywhere-else"
@@ -99,8 +84,6 @@ LOGGING = {
     "loggers": {"django": {"handlers": ["console"], "level": "INFO", "propagate": False}},
 }
 
-# --- Celery -----------------------------------------------------------------------------------
-
 REDIS_URL = os.environ.get("REDIS_URL", "redis://127.0.0.1:6379/0")
 CELERY_BROKER_URL = REDIS_URL
 CELERY_RESULT_BACKEND = REDIS_URL
@@ -113,16 +96,13 @@ CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_BROKER_TRANSPORT_OPTIONS: dict[str, Any] = {"socket_connect_timeout": 2}
 CELERY_TASK_PUBLISH_RETRY_POLICY = {"max_retries": 1, "interval_start": 0}
 
-# --- The webhook ------------------------------------------------------------------------------
-
+# Without a secret, signatures are not checked.
 GITHUB_WEBHOOK_SECRET = os.environ.get("GITHUB_WEBHOOK_SECRET", "")
 # With the records in the database, a delivery's entry and its record are committed together.
 WEBHOOKS_ATOMIC = CELERY_IDEMPOTENCY_STORE.startswith(("django://", "hybrid+"))
 # GitHub cuts payloads at 25 MB; the events that this receiver is for stay far below 2.
 WEBHOOK_MAX_BYTES = 2 * 1024 * 1024
 DATA_UPLOAD_MAX_MEMORY_SIZE = WEBHOOK_MAX_BYTES
-
-# --- The payments -----------------------------------------------------------------------------
 
 # In the database, a payment and its record are committed together.
 PAYMENTS_ATOMIC = WEBHOOKS_ATOMIC

@@ -48,11 +48,7 @@ _PROMISES: Final = {
 #: After how much of the work a SIGKILL is sent, and to what.
 _WORKER: Final = "the worker"
 _PROCESS: Final = "a pool process"
-_STRIKES: Final = tuple(
-    zip(
-        (0.15, 0.30, 0.45, 0.65, 0.80), (_WORKER, _PROCESS, _WORKER, _PROCESS, _WORKER), strict=True
-    )
-)
+_STRIKES: Final = tuple(zip((0.15, 0.30, 0.45, 0.65, 0.80), (_WORKER, _PROCESS) * 3, strict=False))
 #: A strike for so many deliveries each, and no fewer than the first two.
 _A_STRIKE_FOR: Final = 8
 

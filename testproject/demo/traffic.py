@@ -47,12 +47,8 @@ def load(path: Path) -> list[Event]:
             entry: dict[str, Any] = json.loads(line)
             delivery, payload = str(uuid.UUID(entry["delivery"])), json.dumps(entry["payload"])
             events.append(Event(str(entry["event"]), delivery, payload.encode()))
-    except OSError as error:
-        raise ProcessError(f"cannot read the events in {path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProcessError(
-            f"{path}, event {len(events) + 1}: not an object with event, delivery and payload ({error!r})"
-        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProcessError(f"{path}, event {len(events) + 1}: {error!r}") from None
     if not events:
         raise ProcessError(f"there are no events in {path}")
     return events

@@ -16,8 +16,7 @@ from celery_idempotent.signals import Event, claimed
 from testproject.celery import app
 from testproject.webhooks.models import Kind, LedgerEntry, Run
 
-#: Sent inside each run, between its start and its write, with ``run=``: where a larger receiver
-#: does its work (asks GitHub's API, renders a page). The demo listens and makes it take its time.
+#: Sent inside each run, before its write, with ``run=``. The demo listens and makes it take its time.
 about_to_write = Signal()
 #: Sent after the write, with ``run=``. With records in the database it is not committed yet.
 written = Signal()

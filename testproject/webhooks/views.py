@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _EVENT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-_RETRY_AFTER_S = 5
 
 
 class Refused(Exception):
@@ -47,11 +46,10 @@ def github(request: HttpRequest) -> HttpResponse:
             "plain": record_delivery_plain.delay(*arguments).id,
         }
     except (BrokerError, StoreUnavailable) as trouble:
-        # Whatever was queued before the trouble is queued again when the sender comes back: a
-        # duplicate, and so nothing to worry about.
+        # What was queued before is queued again when the sender comes back: a duplicate.
         log.warning("delivery %s put off: %s", arguments[0], trouble)
         answer = _error(503, "unavailable", "The delivery could not be queued; send it again.")
-        answer["Retry-After"] = str(_RETRY_AFTER_S)
+        answer["Retry-After"] = "5"
         return answer
     return JsonResponse({"delivery": arguments[0], "tasks": tasks}, status=202)
 

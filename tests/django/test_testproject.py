@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -288,3 +289,19 @@ def test_the_migrations_are_those_of_the_models(database: None) -> None:
     from django.core.management import call_command
 
     call_command("makemigrations", check=True, dry_run=True, verbosity=0)
+
+
+def test_serve_begins_with_a_record_in_each_state(project: Any, database: None) -> None:
+    from django.core.management import call_command
+
+    from celery_idempotent.celery.sweep import sweep
+    from celery_idempotent.records import Selection, State
+    from celery_idempotent.stores import get_store
+
+    call_command("demo_users", records=True)
+    store = get_store(project)
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    sweep(project)
+    keys = frozenset({"paid", "refused", "running", "lost", "queued"})
+    found = store.list(Selection(keys=keys), limit=50)
+    assert {record.state for record in found.records} == set(State)
