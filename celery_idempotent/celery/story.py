@@ -215,7 +215,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     publisher = "the next call" if record.message is None else "a sweep"
     conflict = policy.on_conflict
     crashes = record.crashes + stale  # as the next claim counts them
-    lost = "its worker was lost" if crashes else "its run failed after some steps"
+    lost = "its worker was lost" if crashes else "its run ended after some steps"
     claims = {
         "runs it": not crashes,
         "settles it FAILED (ProcessingTimedOut)": policy.on_stale == "fail",

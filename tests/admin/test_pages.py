@@ -90,7 +90,7 @@ def test_the_list_says_why_records_failed_to_those_who_may_see_results(
         rows = browser.get(LIST).context_data["rows"]  # type: ignore[index]
         return {row.record.identity.key: row.why for row in rows if row.why}
 
-    permitted = {"lost": "Its worker was lost.", "half": "Its run failed after some steps."}
+    permitted = {"lost": "Its worker was lost.", "half": "Its run ended after some steps."}
     assert reasons(log_in("view_idempotencyrecord")) == permitted
     permitted |= {"failed": "Declined: no funds", "without": "It was not kept in the record."}
     assert reasons(operator) == permitted

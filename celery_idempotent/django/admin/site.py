@@ -519,7 +519,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
 def _why(app: Celery, record: Record, *, errors: bool) -> str:
     """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
     if record.state is State.INTERRUPTED:
-        return "Its worker was lost." if record.crashes else "Its run failed after some steps."
+        return "Its worker was lost." if record.crashes else "Its run ended after some steps."
     if record.state is not State.FAILED or not errors:
         return ""
     whole = get_store(app).get(record.identity)  # lists leave out values
