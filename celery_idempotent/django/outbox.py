@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.models import F, QuerySet
 from kombu import pools
 from kombu.exceptions import OperationalError
@@ -243,11 +243,16 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
     for pk in found:
         if time.monotonic() > until:
             break
-        taken = due.filter(pk=pk).order_by().update(due_ms=NowMs() + LEASE_MS)
-        message = messages.filter(pk=pk).first() if taken else None
-        if message is None:  # another sweep's
+        try:
+            taken = due.filter(pk=pk).order_by().update(due_ms=NowMs() + LEASE_MS)
+            message = messages.filter(pk=pk).first() if taken else None
+            if message is None:  # another sweep's
+                continue
+            error = _send(app, using, message, add_to_parent=False)
+        except DatabaseError as trouble:  # a locked row, a deadlock with another sweep
+            line = "idempotency: a message of the outbox of %s is left to the next sweep: %s"
+            logger.warning(line, using, error_text(trouble))
             continue
-        error = _send(app, using, message, add_to_parent=False)
         sent, failed = sent + (error is None), failed + (error is not None)
         if error is not None and _is_unreachable(app, error):
             break

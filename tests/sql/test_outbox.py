@@ -175,7 +175,9 @@ class TestOnEveryDatabase:
             each.start()
         for each in threads:
             each.join()
-        assert sum(each.sent for each in reports) == 60
+        assert len(reports) == 4
+        # In a deadlock of two sweeps (MariaDB) one of them leaves the message to the next.
+        stage.sweep()
         assert Counter(ids(stage.app)) == Counter(staged)
 
     def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(
