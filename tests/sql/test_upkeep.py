@@ -107,6 +107,17 @@ def test_tokens_grow_over_a_prune_though_the_clock_steps_back(store: DjangoStore
     assert claimed(store).token > token
 
 
+def test_a_later_prune_of_older_tokens_lowers_no_mark(store: DjangoStore):
+    older = claimed(store, MANY[0], keep_ms=48 * HOUR).token
+    newer = claimed(store, MANY[1], keep_ms=HOUR).token
+    assert newer > older
+    for hours in (2, 50):
+        shift(store, hours * HOUR)
+        assert store.prune(limit=10) == 1
+    shift(store, -60 * HOUR)
+    assert claimed(store).token > newer
+
+
 def test_prunes_at_once_delete_each_row_once(store: DjangoStore):
     for identity in MANY:
         settle(store, claimed(store, identity), keep_ms=1)

@@ -39,6 +39,17 @@ def indexes(client: Any, names) -> tuple[dict[bytes, float], dict[bytes, float]]
     )
 
 
+def test_the_index_of_leases_has_the_deadline_of_a_processing_record(
+    redis_store, redis_client, names
+):
+    record = claim(redis_store)
+    assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
+    assert renew(redis_store, record, lease_ms=2 * LEASE_MS) == [True]
+    found = redis_store.get(KEY)
+    assert found.deadline_ms > record.deadline_ms
+    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
+
+
 def test_a_failed_record_is_indexed_until_its_retention_ends(
     redis_store, redis_client, names, advance
 ):
