@@ -81,7 +81,7 @@ def perform(events: Sequence[Event], *, seed: int, store: str, as_json: bool) ->
             deliveries=play.deliveries,
             plain=plain,
             idempotent=idempotent,
-            outcomes=play.outcomes(),
+            outcomes=dict(play.outcomes()),
             worker_kills=play.kills.count(_WORKER),
             process_kills=play.kills.count(_PROCESS),
             seconds=round(time.monotonic() - begin, 1),
