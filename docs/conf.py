@@ -144,10 +144,8 @@ def _summary(page: str) -> tuple[str, str]:
     return (title[1] if title else page), re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", first)
 
 
-def _llms(app: Sphinx, error: Exception | None) -> None:
+def _llms(output: Path) -> None:
     """Write llms.txt, an index for language models, and the pages in one text."""
-    if error is not None or app.builder.name != "html":
-        return
     lines, whole = [f"# {project} {version}", "", f"> {_about['metadata']['description']}"], []
     for caption, pages in _sections():
         lines += ["", f"## {caption}", ""]
@@ -156,7 +154,6 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
             lines.append(f"- [{title}]({page}.html): {first}")
             text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
             whole.append(link_out(generated.fill(text)))
-    output = Path(app.outdir)
     (output / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (output / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")
 
@@ -172,11 +169,9 @@ ACCESSIBLE = {
 }
 
 
-def _accessible(app: Sphinx, error: Exception | None) -> None:
+def _accessible(output: Path) -> None:
     """Complete the pages by what :data:`ACCESSIBLE` says."""
-    if error is not None or app.builder.name != "html":
-        return
-    for page in Path(app.outdir).glob("*.html"):
+    for page in output.glob("*.html"):
         text = page.read_text(encoding="utf-8")
         for found, better in ACCESSIBLE.items():
             text = text.replace(found, better)
@@ -201,13 +196,18 @@ MOVED = {
 }
 
 
-def _redirects(app: Sphinx, error: Exception | None) -> None:
+def _redirects(output: Path) -> None:
     """Write a page for each former address that leads to the new one."""
-    if error is not None or app.builder.name != "html":
-        return
     for name, target in MOVED.items():
         html = f'<!doctype html><title>Moved</title><meta http-equiv="refresh" content="0; url={target}">'
-        (Path(app.outdir) / f"{name}.html").write_text(html, encoding="utf-8")
+        (output / f"{name}.html").write_text(html, encoding="utf-8")
+
+
+def _finish(app: Sphinx, error: Exception | None) -> None:
+    """Complete a site that was built without an error."""
+    if error is None and app.builder.name == "html":
+        for part in (_llms, _accessible, _redirects):
+            part(Path(app.outdir))
 
 
 def setup(app: Sphinx) -> None:
@@ -215,6 +215,4 @@ def setup(app: Sphinx) -> None:
     app.connect("env-get-outdated", _outdated)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _raises)
-    app.connect("build-finished", _llms)
-    app.connect("build-finished", _accessible)
-    app.connect("build-finished", _redirects)
+    app.connect("build-finished", _finish)
