@@ -239,7 +239,7 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
     found = list(due.values_list("pk", flat=True)[:limit])
     if not found:
         return Sent()
-    sent = failed = 0
+    sent = failed = refused = 0
     for pk in found:
         if time.monotonic() > until:
             break
@@ -250,12 +250,14 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
                 continue
             error = _send(app, using, message, add_to_parent=False)
         except DatabaseError as trouble:  # a locked row, a deadlock with another sweep
-            line = "idempotency: a message of the outbox of %s is left to the next sweep: %s"
-            logger.warning(line, using, error_text(trouble))
+            refused, why = refused + 1, error_text(trouble)
             continue
         sent, failed = sent + (error is None), failed + (error is not None)
         if error is not None and _is_unreachable(app, error):
             break
+    if refused:
+        line = "idempotency: outbox of %s: %d messages are left to the next sweep: %s"
+        logger.warning(line, using, refused, why)
     logger.info("idempotency: outbox of %s: %d messages sent, %d could not be", using, sent, failed)
     return Sent(sent=sent, failed=failed, more=due.exists())
 
