@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Record,
-    Renewal,
-    SettleRequest,
-    State,
-    Stored,
-)
+from celery_idempotent.records import Identity, Record, Renewal, SettleRequest, State
+from tests.stores import verbs
+from tests.stores.verbs import KEY, VALUE
 
-KEY = Identity(namespace="charge", key="order-17")
-VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+__all__ = ["KEY", "TIMES", "VALUE", "claim", "claimed", "end_of", "named", "renewal"]
+
 TIMES: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
 
 
@@ -27,15 +19,12 @@ def named(key: str) -> Identity:
 
 def claim(store: Any, identity: Identity = KEY, **changes: Any) -> Any:
     """Ask for a key; return the answer."""
-    asked = {"attempt": os.urandom(8), **TIMES, **changes}
-    return store.claim(ClaimRequest(identity=identity, **asked))
+    return verbs.ask(store, identity, **{**TIMES, **changes})
 
 
 def claimed(store: Any, identity: Identity = KEY, **changes: Any) -> Record:
     """Claim a key that is free; return its record."""
-    answer = claim(store, identity, **changes)
-    assert isinstance(answer, Claimed)
-    return answer.record
+    return verbs.claim(store, identity, **{**TIMES, **changes})
 
 
 def end_of(record: Record, **changes: Any) -> SettleRequest:
