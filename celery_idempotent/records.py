@@ -153,7 +153,7 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class ReserveRequest:
-    """A publisher's request for a key whose message counts as lost ``deadline_ms`` from now.
+    """A publisher's request for a key whose message is taken for lost ``deadline_ms`` from now.
 
     A sweep then sends the ``message`` if no worker has claimed the key. The record lives ``keep_ms`` longer.
     """

@@ -77,7 +77,7 @@ class TransactionEnded(StoreMisconfigured):
     def __init__(self) -> None:
         super().__init__(
             "the transaction of an idempotency_atomic task is over or broken before its time. The task committed it,"
-            " rolled it back or marked it for that, perhaps by a statement that commits by itself; closed its"
+            " rolled it back or marked it for that, perhaps by a statement that commits implicitly; closed its"
             " connection (close_old_connections()); or went on after a database error. Leave its end alone, and put a"
             " statement that may fail in a transaction.atomic() of its own, with the error caught around that"
         )
