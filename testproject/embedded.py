@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 #: A server that already runs, for tests to use instead of one of their own.
 URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
@@ -186,15 +186,6 @@ class EmbeddedRedis:
     def url(self, db: int = 0) -> str:
         """Return the address of one of the server's databases."""
         return f"redis://{_HOST}:{self.port}/{db}"
-
-    def writes(self) -> Iterator[list[bytes]]:
-        """Yield every command that changed something, oldest first, if the server is ``persistent``."""
-        assert self._directory is not None
-        for path in self._directory.rglob("appendonly*.aof"):
-            with path.open("rb") as log:
-                while count := log.readline()[1:]:
-                    sizes = (int(log.readline()[1:]) for _ in range(int(count)))
-                    yield [log.read(size + 2)[:-2] for size in sizes]
 
     def start(self, timeout: float = 10.0) -> None:
         """Start the server and wait, up to ``timeout`` seconds, until it answers."""
