@@ -104,7 +104,7 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
     )
     (tmp_path / "shop").mkdir()
     for path, text in files.items():
-        (tmp_path / path).write_text((settings if path == "try.py" else "") + text)
+        (tmp_path / path).write_text(settings + text + REFUSED if path == "try.py" else text)
     environment = child_environment()
     environment["PYTHONPATH"] += f":{tmp_path}"
     done = subprocess.run(
@@ -119,6 +119,20 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+#: What the example of the page leaves out: requests that are refused, and a task that fails.
+REFUSED = """
+assert client.post("/pay/", {"amount": "100"}, headers={"X-User": "ann"}).status_code == 400
+invalid = {"Idempotency-Key": '"order-16"', "X-User": "ann"}
+assert client.post("/pay/", {"amount": "much"}, headers=invalid).status_code == 400
+assert client.post("/pay/", {"amount": "10"}, headers=invalid).status_code == 201
+assert status.json()["state"] == "COMPLETED"
+
+key = {"Idempotency-Key": '"order-19"', "X-User": "ann"}
+client.post("/pay-later/", {"amount": "0"}, headers=key)
+failed = client.post("/pay-later/", {"amount": "0"}, headers=key)
+assert (failed.status_code, failed.json()["retryable"]) == (402, False)
+assert failed.json()["detail"] == "Nothing to pay."
+"""
 #: What the example for Django REST framework leaves to the reader, and who loses an order.
 ORDERS = {
     "models.py": """
