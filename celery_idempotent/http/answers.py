@@ -11,6 +11,7 @@ Location: /payments/17/
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -36,6 +37,14 @@ class Answer(NamedTuple):
     headers: Headers
     body: bytes | Mapping[str, object]
     reason: str | None = None
+
+    def encoded(self, encoder: type[json.JSONEncoder]) -> tuple[dict[str, str], bytes]:
+        """Return the headers and the bytes of the body; of headers with one name, the last."""
+        headers, body = dict(self.headers), self.body
+        if not isinstance(body, bytes):
+            headers.setdefault("Content-Type", "application/json")
+            body = json.dumps(body, cls=encoder).encode()
+        return headers, body
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -22,10 +21,7 @@ Made = ParamSpec("Made")
 
 def response_of(answer: Answer) -> HttpResponse:
     """Return an answer as a response of Django's."""
-    headers, body = dict(answer.headers), answer.body
-    if not isinstance(body, bytes):
-        headers.setdefault("Content-Type", "application/json")
-        body = json.dumps(body, cls=DjangoJSONEncoder).encode()
+    headers, body = answer.encoded(DjangoJSONEncoder)
     response = HttpResponse(body, status=answer.status, reason=answer.reason, headers=headers)
     if "content-type" not in map(str.lower, headers):
         del response["Content-Type"]

@@ -1,0 +1,179 @@
+"""``enqueue`` and ``task_status`` for a route of any web framework.
+
+::
+
+    FastAPI, Starlette    return Response(*enqueue(charge, key=key, scope=user.id, kwargs=order))
+    Flask, Quart          return enqueue(charge, key=key, scope=user.id, kwargs=order)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import decimal
+import json
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
+from urllib.parse import quote
+
+from celery_idempotent.celery.typed import AnyTask
+from celery_idempotent.http.answers import Answer, RequestRefused
+from celery_idempotent.http.enqueueing import ErrorStatus, Order
+from celery_idempotent.http.requests import read_key
+from celery_idempotent.http.status import status_answer
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.task import IdempotentTask
+
+P = ParamSpec("P")
+
+#: A URL with ``{key}`` where the escaped key goes, or a function of the key; ``None``: there is no status route.
+StatusUrl = str | Callable[[str], str | None] | None
+
+
+class ResponseParts(NamedTuple):
+    """A response in the order in which frameworks take its parts."""
+
+    body: bytes
+    status: int
+    headers: dict[str, str]
+
+
+class _Encoder(json.JSONEncoder):
+    """Writes what tasks return and JSON has no form for as a string."""
+
+    def default(self, o: object) -> object:
+        if isinstance(o, (datetime.date, datetime.time)):
+            return o.isoformat()
+        return str(o) if isinstance(o, (decimal.Decimal, uuid.UUID)) else super().default(o)
+
+
+def _in_thread(
+    function: Callable[P, ResponseParts],
+) -> Callable[P, Awaitable[ResponseParts]]:
+    """Return a function for coroutines. The thread goes on when its client hangs up."""
+
+    @wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> ResponseParts:
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    return call
+
+
+def _parts(answer: Answer) -> ResponseParts:
+    headers, body = answer.encoded(_Encoder)
+    return ResponseParts(body, answer.status, headers)
+
+
+# -- enqueue -----------------------------------------------------------------------------------------------------------
+
+
+def enqueue(
+    task: AnyTask,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    key: str | None,
+    scope: object,
+    required: bool = True,
+    status_url: StatusUrl = None,
+    error_status: ErrorStatus | None = None,
+    docs_url: str | None = None,
+    **publish_options: object,
+) -> ResponseParts:
+    """Let ``task`` do the work of a request, once for each key of a caller, and return the response.
+
+    It asks the store and the broker: in a coroutine, ``await aenqueue(...)``. The message is sent at once, so call it
+    after a COMMIT of your own.
+
+    Args:
+        task: an ``IdempotentTask``. Its fingerprint of the arguments detects another request with the same key.
+        args: for the task.
+        kwargs: for the task.
+        key: the value of the header ``Idempotency-Key``, ``None`` without one.
+        scope: whose key it is, such as the id of a user, with the tenant's where there are tenants; ``None``: 403.
+        required: a request without a key is refused; else it runs once more each time.
+        status_url: where :func:`task_status` answers: ``"/charges/status?key={key}"``, or a function of the key.
+        error_status: HTTP statuses by exception (each in ``idempotency_permanent_errors``): ``{CardDeclined: 402}``.
+        docs_url: problems link to it.
+        publish_options: options of ``apply_async``.
+
+    Raises:
+        InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
+        InvalidOption: for an option of ``apply_async`` that is set here, ``task_id`` for instance, or a bad
+            ``error_status``.
+    """
+    order = _RouteOrder(
+        cast("IdempotentTask", task),
+        args,
+        kwargs or {},
+        options=publish_options,
+        error_status=error_status or {},
+        docs_url=docs_url,
+    )
+    order.header, order.scope, order.required, order.where = key, scope, required, status_url
+    return _parts(order.answer())
+
+
+class _RouteOrder(Order):
+    """What a route has read of its request."""
+
+    encoder = _Encoder
+
+    header: str | None
+    scope: object
+    required: bool
+    where: StatusUrl
+
+    def read(self) -> tuple[str, object]:
+        return read_key(self.header, required=self.required) or str(uuid.uuid4()), self.scope
+
+    def status_url(self) -> str | None:
+        if isinstance(self.where, str):
+            return self.where.replace("{key}", quote(self.key, safe=""))
+        return self.where and self.where(self.key)
+
+
+aenqueue = _in_thread(enqueue)
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def task_status(
+    task: AnyTask,
+    key: str,
+    *,
+    scope: object,
+    if_none_match: str | None = None,
+    docs_url: str | None = None,
+) -> ResponseParts:
+    """Return where a task is, as JSON: 200, 304 to its ``ETag``, or 404 for a key that this caller does not have.
+
+    Args:
+        task: the ``IdempotentTask`` of :func:`enqueue`.
+        key: the key itself, as in ``status_url``; the header may have quotes around it.
+        scope: whose key it is, as for :func:`enqueue`.
+        if_none_match: the header ``If-None-Match``.
+        docs_url: problems link to it.
+    """
+    definition = cast("IdempotentTask", task).idempotency_definition()
+    namespace = str(task.name) if definition is None else definition.identifier.namespace
+    try:
+        answer = status_answer(
+            task.app, namespace=namespace, key=key, scope=scope, encoder=_Encoder
+        )
+    except RequestRefused as refused:
+        return _parts(refused.answer(docs_url))
+    found = _parts(answer)
+    asked = if_none_match or ""
+    if asked.strip() == "*" or found.headers["ETag"] in re.findall(r'"[^"]*"', asked):
+        del found.headers["Content-Type"]
+        return found._replace(body=b"", status=304)
+    return found
+
+
+atask_status = _in_thread(task_status)
