@@ -56,6 +56,7 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "body_unreadable": (400, "The body cannot be read", False),
     "body_incomplete": (400, "The body broke off", True),
     "caller_unknown": (403, "Idempotent requests need a caller", False),
+    "replay_refused": (403, "The first answer is not for this caller any more", False),
     "unknown_key": (404, "There is no such key", False),
     "request_in_progress": (409, "A request with this key is in progress", True),
     "result_not_kept": (410, "The request was carried out, and its result was not kept", False),

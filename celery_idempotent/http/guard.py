@@ -78,9 +78,9 @@ class Guard:
         except _NotToKeepError as answered:
             return answered.response
 
-    def kept(self, response: T, status: int) -> T:
+    def kept(self, response: T, status: int, *, is_kept: bool = True) -> T:
         """Return the response of a view if it is one to repeat; any other leaves the view as an exception."""
-        if status >= 500 or status in self.options.unstored:
+        if status >= 500 or status in self.options.unstored or not is_kept:
             raise _NotToKeepError(response)
         return response
 

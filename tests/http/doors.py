@@ -1,0 +1,218 @@
+"""One application behind each door, and a client that calls it as a server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import celery_idempotent.asgi
+import celery_idempotent.wsgi
+
+__all__ = ["KINDS", "Answer", "Call", "Client", "Handler", "asgi_app", "open_client", "wsgi_app"]
+
+KINDS = ("asgi", "wsgi")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the application gets."""
+
+    method: str
+    path: str
+    body: bytes
+    #: The scope or the environ.
+    request: Any
+
+
+#: Returns status, headers and the parts of the body, which it may compute one by one.
+Handler = Callable[[Call], tuple[int, list[tuple[str, str]], Iterable[bytes]]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: list[tuple[str, str]]
+    parts: list[bytes]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def replayed(self) -> bool:
+        return ("idempotent-replayed", "true") in self.headers
+
+    def of(self, name: str) -> list[str]:
+        return [value for key, value in self.headers if key == name]
+
+    @property
+    def code(self) -> tuple[int, str]:
+        """Return status and code of a problem."""
+        assert self.of("content-type") == ["application/problem+json"], self
+        assert self.json["status"] == self.status
+        return self.status, self.json["code"]
+
+
+def asgi_app(handler: Handler) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        call = Call(scope["method"], scope["path"], body, scope)
+        status, headers, parts = handler(call)
+        raw = [(key.lower().encode(), value.encode("latin-1")) for key, value in headers]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    return app
+
+
+def wsgi_app(handler: Handler) -> Any:
+    def app(environ: Any, start_response: Any) -> Iterable[bytes]:
+        path = environ["SCRIPT_NAME"] + environ["PATH_INFO"]
+        body = environ["wsgi.input"].read()
+        status, headers, parts = handler(Call(environ["REQUEST_METHOD"], path, body, environ))
+        start_response(f"{status} As It Is", headers)
+        yield from parts
+
+    return app
+
+
+@dataclass
+class Client:
+    """Calls a door; ``sent`` is what the server has got so far, ``gone`` a client that hung up."""
+
+    app: Any
+    headers: dict[str, str] = field(default_factory=lambda: {"Authorization": "Bearer ann"})
+    sent: list[bytes] = field(default_factory=list)
+    gone: bool = False
+
+    def ask(
+        self,
+        key: str | None,
+        body: bytes = b"",
+        *,
+        method: str = "POST",
+        path: str = "/pay",
+        query: str = "",
+        content_type: str = "application/json",
+        length: str | None = None,
+        **headers: str,
+    ) -> Answer:
+        given = {"Content-Type": content_type, "Content-Length": str(len(body)), **self.headers}
+        if key is not None:
+            given["Idempotency-Key"] = key
+        if length is not None:
+            given["Content-Length"] = length
+        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        return self._ask(method, path, query, body, {k: v for k, v in given.items() if v})
+
+    def _ask(
+        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
+    ) -> Answer:
+        raise NotImplementedError
+
+
+class AsgiClient(Client):
+    def _ask(
+        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
+    ) -> Answer:
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": query.encode(),
+            "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items()],
+            "extensions": {"http.response.trailers": {}, "http.response.pathsend": {}, "tls": {}},
+        }
+        return asyncio.run(self.serve(scope, [body[:5], body[5:]]))
+
+    async def serve(self, scope: Any, parts: list[bytes]) -> Answer:
+        told: list[Any] = []
+        self.sent.clear()
+        incoming = [
+            {"type": "http.request", "body": part, "more_body": number < len(parts)}
+            for number, part in enumerate(parts, 1)
+        ]
+
+        async def receive() -> Any:
+            return incoming.pop(0) if incoming else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if self.gone:
+                raise OSError("gone")
+            told.append(message)
+            self.sent.append(message.get("body", b""))
+
+        await self.app(scope, receive, send)
+        if self.gone:
+            return Answer(0, [], [])
+        start, *body = told
+        assert [each["more_body"] for each in body] == [True] * (len(body) - 1) + [False]
+        headers = [(k.decode(), v.decode("latin-1")) for k, v in start["headers"]]
+        return Answer(start["status"], headers, [each["body"] for each in body])
+
+
+class WsgiClient(Client):
+    def _ask(
+        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
+    ) -> Answer:
+        environ: dict[str, Any] = {
+            "REQUEST_METHOD": method,
+            "SCRIPT_NAME": "",
+            "PATH_INFO": path.encode().decode("latin-1"),
+            "QUERY_STRING": query,
+            "wsgi.input": BytesIO(body),
+        }
+        for name, value in headers.items():
+            prefix = "" if name in ("Content-Type", "Content-Length") else "HTTP_"
+            environ[prefix + name.upper().replace("-", "_")] = value
+        return self.serve(environ)
+
+    def serve(self, environ: dict[str, Any]) -> Answer:
+        started: list[Any] = []
+        self.sent.clear()
+
+        def write(part: bytes) -> None:
+            if self.gone:
+                raise OSError("gone")
+            self.sent.append(part)
+
+        def start_response(status: str, headers: Any, exc_info: Any = None) -> Any:
+            if exc_info:
+                raise exc_info[1]
+            started.append((status, headers))
+            return write
+
+        iterable = self.app(environ, start_response)
+        try:
+            for part in iterable:
+                with suppress(OSError):
+                    write(part)
+        finally:
+            if hasattr(iterable, "close"):
+                iterable.close()
+        ((status, headers),) = started
+        lower = [(name.lower(), value) for name, value in headers]
+        return Answer(int(status.split()[0]), lower, [part for part in self.sent if part])
+
+
+def open_client(kind: str, handler: Handler, **options: Any) -> Any:
+    """Return a client of an application behind a door."""
+    module: Any = celery_idempotent.asgi if kind == "asgi" else celery_idempotent.wsgi
+    app = (asgi_app if kind == "asgi" else wsgi_app)(handler)
+    given = {"store": "memory://", "scope": module.bearer_scope, **options}
+    middleware = module.IdempotencyMiddleware(app, **given)
+    return (AsgiClient if kind == "asgi" else WsgiClient)(middleware)

@@ -1,0 +1,380 @@
+"""The ASGI and the WSGI middleware, each called as a server calls it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from celery_idempotent import current_claim
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.stores import open_store
+from tests.http.doors import KINDS, Call, open_client
+from tests.http.sites import new_key
+
+JSON = [("Content-Type", "application/json")]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Shop:
+    """An application that counts its runs; ``answer`` is what it answers next."""
+
+    def __init__(self) -> None:
+        self.runs: list[Call] = []
+        self.answer: Callable[[int], Any] = lambda run: (201, JSON, [b'{"run": %d}' % run])
+
+    def __call__(self, call: Call) -> Any:
+        self.runs.append(call)
+        return self.answer(len(self.runs))
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+@pytest.fixture
+def client(kind: str, shop: Shop) -> Any:
+    return open_client(kind, shop)
+
+
+def test_a_repetition_gets_the_first_response_byte_for_byte(client: Any, shop: Shop) -> None:
+    headers = [*JSON, ("Link", "</a>"), ("Link", "</b>"), ("Vary", "A"), ("Set-Cookie", "s=1")]
+    headers += [("X-Own", "é"), ("Date", "of the first")]
+    shop.answer = lambda _: (201, headers, [b"\x00", b"", b"\xff\r\n\r\n"])
+    key = new_key()
+    first, again = client.ask(key, b"{}"), client.ask(key, b"{}")
+    assert (first.status, first.body, first.of("set-cookie")) == (201, b"\x00\xff\r\n\r\n", ["s=1"])
+    assert (again.status, again.body) == (201, first.body)
+    assert again.headers == [
+        *((name.lower(), value) for name, value in headers[:4]),
+        ("x-own", "é"),
+        ("idempotent-replayed", "true"),
+        ("content-length", "6"),
+    ]
+    assert not first.replayed
+    (run,) = shop.runs
+    assert (run.method, run.path, run.body) == ("POST", "/pay", b"{}")
+
+
+def test_the_application_gets_the_body_and_its_claim(client: Any, shop: Shop) -> None:
+    def answer(_: int) -> Any:
+        claim = current_claim()
+        assert claim is not None
+        return 200, JSON, [json.dumps([claim.key, claim.scope]).encode()]
+
+    shop.answer = answer
+    key = new_key()
+    found, scope = client.ask(key, b"x" * 100_000).json
+    assert found == key
+    assert "ann" not in scope
+    assert shop.runs[0].body == b"x" * 100_000
+
+
+def test_two_callers_with_one_key_stay_apart(client: Any, shop: Shop) -> None:
+    key = new_key()
+    assert client.ask(key).json == {"run": 1}
+    assert client.ask(key, Authorization="Bearer bob").json == {"run": 2}
+    assert client.ask(key).json == {"run": 1}
+
+
+@pytest.mark.parametrize("credentials", ["", "Bearer", "Bearer  ", "Basic YTpi"])
+def test_without_credentials_nothing_runs(client: Any, shop: Shop, credentials: str) -> None:
+    assert client.ask(new_key(), Authorization=credentials).code == (403, "caller_unknown")
+    assert shop.runs == []
+
+
+@pytest.mark.parametrize(
+    ("key", "code"),
+    [
+        (None, "idempotency_key_missing"),
+        ('""', "idempotency_key_invalid"),
+        ("a,b", "idempotency_key_invalid"),
+        ("a b", "idempotency_key_invalid"),
+    ],
+)
+def test_a_key_that_cannot_be_one_is_400(client: Any, shop: Shop, key: Any, code: str) -> None:
+    assert client.ask(key).code == (400, code)
+    assert shop.runs == []
+
+
+def test_without_a_key_that_is_not_required_it_just_runs(kind: str, shop: Shop) -> None:
+    client = open_client(kind, shop, required=False)
+    assert [client.ask(None).json["run"] for _ in range(2)] == [1, 2]
+    assert client.ask("").json["run"] == 3
+
+
+def test_other_methods_and_paths_run_unguarded(kind: str, shop: Shop) -> None:
+    client = open_client(kind, shop, paths=("/pay",), methods=["post"])
+    for asked in ({"method": "GET"}, {"method": "PATCH"}, {"path": "/other"}):
+        assert client.ask(None, **asked).status == 201
+    assert client.ask(None, path="/pay/17").status == 400
+    assert len(shop.runs) == 3
+
+
+def test_another_request_with_the_key_is_422(client: Any, shop: Shop) -> None:
+    key = new_key()
+    assert client.ask(key, b'{"a": 1, "b": 2}').status == 201
+    assert client.ask(key, b'{"b": 2,"a":1}').replayed
+    others: list[dict[str, Any]] = [
+        {"body": b'{"a": 1}'},
+        {"path": "/pay/2"},
+        {"method": "PATCH"},
+        {"query": "x=1"},
+        {"content_type": "text/plain"},
+    ]
+    for other in others:
+        asked = {"body": b'{"a": 1, "b": 2}', **other}
+        assert client.ask(key, **asked).code == (422, "idempotency_key_reused")
+    assert len(shop.runs) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
+def test_an_answer_that_is_not_one_to_repeat_releases_the_key(
+    client: Any, shop: Shop, status: int
+) -> None:
+    shop.answer = lambda run: (status if run == 1 else 200, JSON, [b"%d" % run])
+    key = new_key()
+    first, second, third = (client.ask(key) for _ in range(3))
+    assert (first.status, first.body, first.replayed) == (status, b"1", False)
+    assert (second.status, second.body, second.replayed) == (200, b"2", False)
+    assert (third.status, third.body, third.replayed) == (200, b"2", True)
+
+
+def test_an_exception_releases_the_key(client: Any, shop: Shop) -> None:
+    def answer(run: int) -> Any:
+        if run == 1:
+            raise ZeroDivisionError
+        return 200, JSON, [b"done"]
+
+    shop.answer = answer
+    key = new_key()
+    with pytest.raises(ZeroDivisionError):
+        client.ask(key)
+    assert client.ask(key).body == b"done"
+
+
+def test_while_the_first_runs_a_repetition_is_409(kind: str, shop: Shop) -> None:
+    key, seen = new_key(), []
+    client = open_client(kind, shop)
+    inner = type(client)(client.app)
+
+    def answer(run: int) -> Any:
+        if run == 1:
+            seen.append(inside(lambda: inner.ask(key)))
+        return 200, JSON, [b"done"]
+
+    shop.answer = answer
+    assert client.ask(key).body == b"done"
+    (held,) = seen
+    assert (held.code, held.of("retry-after")) == ((409, "request_in_progress"), ["1"])
+
+
+def inside(work: Callable[[], Any]) -> Any:
+    """Call ``work`` in a thread of its own, which has no event loop."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(30)
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "length", "code"),
+    [
+        (b"x" * 101, None, (413, "request_too_large")),
+        (b"x", "101", (413, "request_too_large")),
+        (b"x", "2", (400, "body_incomplete")),
+        (b"x", "2,2", (400, "body_unreadable")),
+        (b"x", "-1", (400, "body_unreadable")),
+    ],
+)
+def test_a_body_that_is_not_whole_or_too_large_is_refused(
+    kind: str, shop: Shop, body: bytes, length: Any, code: tuple[int, str]
+) -> None:
+    client = open_client(kind, shop, max_request_bytes=100)
+    key = new_key()
+    assert client.ask(key, body, length=length).code == code
+    assert client.ask(key, b"x" * 100).status == 201, "the key is free"
+    assert len(shop.runs) == 1
+
+
+def test_a_response_over_the_limit_is_passed_on_as_it_comes(kind: str, shop: Shop) -> None:
+    client = open_client(kind, shop, max_response_bytes=10)
+    sent: list[int] = []
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b"12345"
+            sent.append(len(b"".join(client.sent)))
+
+    shop.answer = lambda _: (200, JSON, parts())
+    key = new_key()
+    answer = client.ask(key)
+    assert (answer.status, answer.body) == (200, b"12345" * 5)
+    assert sent == [0, 0, 0, 15, 20], "the last part is sent when the record is settled"
+    told = client.ask(key)
+    assert told.code == (410, "result_not_kept")
+    assert "more than 10 bytes" in told.json["detail"]
+    assert len(shop.runs) == 1
+
+
+def test_a_response_over_the_limit_releases_the_key_where_that_is_wanted(
+    kind: str, shop: Shop
+) -> None:
+    client = open_client(kind, shop, max_response_bytes=10, release_large=True)
+    shop.answer = lambda run: (200, JSON, [b"%d" % run] * 20)
+    key = new_key()
+    assert [client.ask(key).body for _ in range(2)] == [b"1" * 20, b"2" * 20]
+
+
+def test_a_client_that_hangs_up_does_not_stop_the_run(kind: str, shop: Shop) -> None:
+    client = open_client(kind, shop, max_response_bytes=10)
+    client.gone = True
+    shop.answer = lambda run: (200, JSON, [b"%d" % run] * (20 if run == 1 else 5))
+    large, small = new_key(), new_key()
+    for key in (large, small):
+        client.ask(key)
+    client.gone = False
+    assert client.ask(large).code == (410, "result_not_kept")
+    assert client.ask(small).body == b"22222"
+    assert len(shop.runs) == 2
+
+
+# Bodies --------------------------------------------------------------------------------------------------------------
+
+FORM = "application/x-www-form-urlencoded"
+
+
+def multipart(boundary: str, *parts: tuple[str, str]) -> dict[str, Any]:
+    head = 'Content-Disposition: form-data; name="{}"'
+    lines = [f"--{boundary}\r\n{head.format(n)}\r\n\r\n{value}\r\n" for n, value in parts]
+    body = "".join([*lines, f"--{boundary}--\r\n"]).encode()
+    return {"body": body, "content_type": f"multipart/form-data; boundary={boundary}"}
+
+
+EQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"query": "x=1&y=2"}, {"query": "y=2&x=1"}),
+    (
+        {"body": b"a=1&b=%C3%A9", "content_type": FORM},
+        {"body": "b=é&a=1".encode(), "content_type": FORM},
+    ),
+    (
+        {"body": b"a=x+y", "content_type": FORM},
+        {"body": b"a=x%20y", "content_type": f"{FORM}; charset=x"},
+    ),
+    (multipart("one", ("a", "1"), ("b", "2")), multipart('"t w o"', ("b", "2"), ("a", "1"))),
+    (multipart("one", ("a", "1"), ("a", "2")), multipart("two", ("a", "1"), ("a", "2"))),
+]
+UNEQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"query": "x=1&x=2"}, {"query": "x=2&x=1"}),
+    ({"query": "x="}, {"query": ""}),
+    ({"body": b"a=1", "content_type": FORM}, {"body": b"a=2", "content_type": FORM}),
+    ({"body": b"a=%FF", "content_type": FORM}, {"body": b"a=%FE", "content_type": FORM}),
+    ({"body": b"a=1", "content_type": FORM}, {"body": b"a=1&a=1", "content_type": FORM}),
+    (multipart("one", ("a", "1")), multipart("one", ("a", "2"))),
+    (multipart("one", ("a", "1")), multipart("one", ("b", "1"))),
+    (multipart("one", ("a", "1"), ("a", "2")), multipart("two", ("a", "2"), ("a", "1"))),
+    (
+        multipart("one", ("a", "1")),
+        {**multipart("one", ("a", "1")), "body": multipart("one", ("a", "1"))["body"][:-6]},
+    ),
+    (multipart("x", ("a", "1x0")), multipart("x", ("a", "10"))),
+]
+
+
+@pytest.mark.parametrize(("one", "two"), EQUAL)
+def test_requests_that_say_the_same_are_the_same(client: Any, one: Any, two: Any) -> None:
+    key = new_key()
+    if '"t w o"' in two.get("content_type", ""):
+        two["body"] = two["body"].replace(b'"t w o"', b"t w o")
+    assert client.ask(key, **one).status == 201
+    assert client.ask(key, **two).replayed
+
+
+@pytest.mark.parametrize(("one", "two"), UNEQUAL)
+def test_requests_that_say_something_else_are_others(client: Any, one: Any, two: Any) -> None:
+    key = new_key()
+    assert client.ask(key, **one).status == 201
+    assert client.ask(key, **two).code == (422, "idempotency_key_reused")
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"leese": 3}, "did you mean lease?"),
+        ({"scope": None}, "scope of IdempotencyMiddleware"),
+        ({"store": 5}, "must be a URL, a store or a Celery app"),
+        ({"store": "nowhere://"}, "scheme 'nowhere'"),
+        ({"atomic": True}, "needs transactions of Django"),
+        ({"methods": "POST"}, "sequence of strings"),
+        ({"methods": ["GET"]}, "some of DELETE, PATCH, POST, PUT"),
+        ({"paths": "/"}, "sequence of strings"),
+        ({"paths": ()}, "sequence of strings"),
+        ({"name": ""}, "1 to 255"),
+        ({"unstored": [500]}, "below 500"),
+    ],
+)
+def test_a_bad_option_is_refused_where_it_is_given(
+    kind: str, shop: Shop, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidOption, match=said.replace("?", r"\?")):
+        open_client(kind, shop, **options)
+
+
+def test_a_caller_who_may_not_see_the_response_any_more_gets_403(kind: str, shop: Shop) -> None:
+    allowed: list[object] = [True, False, "yes"]
+    client = open_client(kind, shop, authorize=lambda _: allowed.pop(0))
+    key = new_key()
+    assert client.ask(key).status == 201
+    assert client.ask(key).replayed
+    for _ in range(2):
+        assert client.ask(key).code == (403, "replay_refused")
+
+
+def test_a_fingerprint_of_ones_own_is_given_the_body(kind: str, shop: Shop) -> None:
+    client = open_client(kind, shop, fingerprint=lambda _, body: json.loads(body)["amount"])
+    key = new_key()
+    assert client.ask(key, b'{"amount": 1, "at": 5}').status == 201
+    assert client.ask(key, b'{"amount": 1, "at": 6}').replayed
+    assert client.ask(key, b'{"amount": 2, "at": 6}').status == 422
+
+
+def test_names_keep_two_services_in_one_store_apart(kind: str) -> None:
+    store, key, shops = open_store("memory://"), new_key(), (Shop(), Shop())
+    for shop, name in zip(shops, ("books", "cars"), strict=True):
+        client = open_client(kind, shop, store=store, name=name)
+        assert [client.ask(key).replayed for _ in range(2)] == [False, True]
+
+
+def test_a_session_is_a_caller_whose_id_no_record_has(kind: str, shop: Shop) -> None:
+    from celery_idempotent.http.doors import session_scope
+
+    client = open_client(kind, shop, scope=session_scope("sid"))
+    key = new_key()
+    assert client.ask(key, Cookie="a=b; sid=one").json == {"run": 1}
+    assert client.ask(key, Cookie="sid=one").replayed
+    assert client.ask(key, Cookie="sid=two; xsid=one").json == {"run": 2}
+    for cookies in ("", "sid=", "sid=one; sid=two", "sidx=one"):
+        assert client.ask(key, Cookie=cookies).code == (403, "caller_unknown")
+
+
+def test_a_store_that_is_away_is_503(
+    kind: str, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0.0)
+    client = open_client(kind, shop, store="redis://127.0.0.1:1/0")
+    answer = client.ask(new_key())
+    assert (answer.code, answer.of("retry-after")) == ((503, "store_unavailable"), ["1"])
+    assert shop.runs == []
