@@ -160,9 +160,9 @@ class AsgiClient(Client):
         if self.gone:
             return Answer(0, [], [])
         start, *body = told
-        assert [each["more_body"] for each in body] == [True] * (len(body) - 1) + [False]
+        assert [each.get("more_body", False) for each in body] == [True] * (len(body) - 1) + [False]
         headers = [(k.decode(), v.decode("latin-1")) for k, v in start["headers"]]
-        return Answer(start["status"], headers, [each["body"] for each in body])
+        return Answer(start["status"], headers, [each.get("body", b"") for each in body])
 
 
 class WsgiClient(Client):
