@@ -19,25 +19,19 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
-from celery_idempotent.http.doors import (
-    Door,
+from celery_idempotent.http.guard import to_the_end
+from celery_idempotent.http.middleware import (
+    Middleware,
     Request,
     Response,
-    Target,
     bearer_scope,
     read_header,
-    response_of,
     session_scope,
 )
-from celery_idempotent.http.guard import to_the_end
-
-if TYPE_CHECKING:
-    from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.stores import Store
 
 __all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
 
@@ -47,68 +41,42 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Request, Receive, Send], Awaitable[None]]
 
 
-class IdempotencyMiddleware:
+class IdempotencyMiddleware(Middleware):
     """Lets requests to an ASGI application take effect once for each ``Idempotency-Key`` of a caller.
 
-    Args:
-        app: the application, of ASGI 3, on an asyncio event loop.
-        store: a store, its URL, or a Celery app, whose store it is; it connects with the first request.
-        scope: function of the ASGI scope that returns the caller, or a coroutine function; ``None``: 403.
-        threads: how many guarded requests run at once in this process; more of them wait.
-        options: those of the page on HTTP: ``paths``, ``methods``, ``lease``, ``retention`` …
-
-    Raises:
-        InvalidOption: for an unknown option, or a bad value.
+    ``scope`` is a function, or a coroutine function, of the ASGI scope. So many guarded requests run at once in this
+    process as there are ``threads``; more of them wait.
     """
 
-    def __init__(
-        self,
-        app: Application,
-        *,
-        store: Store | str | AnyCelery,
-        scope: Callable[[Request], object],
-        threads: int = 100,
-        **options: object,
-    ) -> None:
-        self.app = app
-        self.door = Door(app, store, {**options, "scope": scope})
-        # Not the loop's own: an endpoint that waits for one of its threads would never get one.
+    def __init__(self, app: Application, *, threads: int = 100, **options: Any) -> None:
+        super().__init__(app, **options)
+        # Not the loop's own: an endpoint that waits for one of its threads might never get one.
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="idempotency")
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] == "http":
-            query = scope.get("query_string", b"").decode("latin-1")
-            target = Target(scope["method"], scope["path"], query)
-            if self.door.guards(scope, target):
-                exchange = _Exchange(self, scope, target, receive, send)
-                await to_the_end(exchange.serve())
-                return
-        await self.app(scope, receive, send)
+        if scope["type"] == "http" and self.guards(scope):
+            await to_the_end(_Exchange(self, scope, receive, send).serve())
+        else:
+            await self.app(scope, receive, send)
 
 
 class _Exchange:
-    """A request that needs a key, and the response to it."""
+    """A guarded request and the response to it."""
 
     body = b""
     #: Has the application got the body?
     is_received = False
-    #: Is a part of the response with the server?
+    #: Has the server a part of the response?
     is_passed = False
     #: The application, once it runs.
     running: asyncio.Future[None] | None = None
 
     def __init__(
-        self,
-        middleware: IdempotencyMiddleware,
-        scope: Request,
-        target: Target,
-        receive: Receive,
-        send: Send,
+        self, middleware: IdempotencyMiddleware, scope: Request, receive: Receive, send: Send
     ) -> None:
-        self.app, self.door, self.pool = middleware.app, middleware.door, middleware.pool
-        self.scope, self.target, self.receive, self.send = scope, target, receive, send
-        self.response = Response(self.door.options.max_response_bytes)
+        self.middleware, self.scope, self.receive, self.send = middleware, scope, receive, send
+        self.response = Response(middleware.options.max_response_bytes)
         self.loop = asyncio.get_running_loop()
         self.complete: asyncio.Future[None] = self.loop.create_future()
         self.sent = asyncio.Event()
@@ -119,9 +87,9 @@ class _Exchange:
             try:
                 found = await self._answer()
             except RequestRefused as refused:
-                found = self.door.refusal(refused)
+                found = refused.answer(self.middleware.options.docs_url)
             if isinstance(found, Answer) and not self.is_passed:
-                self.response = response_of(found)
+                self.response.become(found)
             await self._pass(more=False)
         finally:
             self.sent.set()
@@ -129,18 +97,18 @@ class _Exchange:
                 await self.running
 
     async def _answer(self) -> object:
-        """Return the response of the application, or the answer in its place."""
-        key = self.door.key(self.scope)
-        caller = self.door.options.scope(self.scope)
-        identity = self.door.identity(await caller if isawaitable(caller) else caller, key)
+        """Return the response of the application, or an answer in its place."""
+        middleware, scope = self.middleware, self.scope
+        caller = middleware.scope(scope)
+        identity = middleware.identity(scope, await caller if isawaitable(caller) else caller)
         self.body = await self._read()
-        answer = partial(self.door.answer, self.scope, self.target, identity, self.body, self._run)
-        return await self.loop.run_in_executor(self.pool, copy_context().run, answer)
+        answer = partial(middleware.answer, scope, identity, self.body, self._run)
+        return await self.loop.run_in_executor(middleware.pool, copy_context().run, answer)
 
     async def _read(self) -> bytes:
         """Receive the body, whole and within its limit."""
-        limit = self.door.options.max_request_bytes
         length = read_header(self.scope, "Content-Length")
+        limit = self.middleware.options.max_request_bytes
         requests.declared_size(length, max_bytes=limit)
         parts, size, more = list[bytes](), 0, True
         while more and 0 <= size <= limit:
@@ -154,27 +122,24 @@ class _Exchange:
     # -- the application -----------------------------------------------------------------------------------------------
 
     def _run(self) -> Response:
-        """Run the application on the event loop; this is a thread, whose context it gets."""
+        """Run the application on the event loop, in the context of this thread."""
         return asyncio.run_coroutine_threadsafe(self._respond(), self.loop).result()
 
     async def _respond(self) -> Response:
-        """Start the application; return its response when that is complete."""
-        # Extensions that send files, trailers or early responses would bypass the record.
-        extensions = {
-            name: value
-            for name, value in (self.scope.get("extensions") or {}).items()
-            if not name.startswith("http.response.")
-        }
+        """Start the application, and return its response when that is complete."""
+        known = (self.scope.get("extensions") or {}).items()
+        # What is sent as a file or in trailers, for example, would not be in the record.
+        extensions = {name: value for name, value in known if not name.startswith("http.response")}
         scope = {**self.scope, "extensions": extensions}
-        self.running = asyncio.ensure_future(self.app(scope, self._receive, self._send))
+        self.running = asyncio.ensure_future(self.middleware.app(scope, self._receive, self._send))
         await asyncio.wait((self.running, self.complete), return_when=asyncio.FIRST_COMPLETED)
         if not self.complete.done():
             await self.running
             raise RuntimeError("the application returned before its response was complete")
-        return self.door.kept(self.response)
+        return self.middleware.kept(self.response)
 
     async def _receive(self) -> Message:
-        """Give the application the body; it hears of a client that hangs up when its response is sent."""
+        """Give the application the body; a client that hangs up does so after the response."""
         if not self.is_received:
             self.is_received = True
             return {"type": "http.request", "body": self.body, "more_body": False}
@@ -182,9 +147,10 @@ class _Exchange:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        """Take a message of the application; the last one returns when its response is sent."""
+        """Take a message of the application; the last one returns when the response is sent."""
         if message["type"] == "http.response.start":
-            headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in message["headers"]]
+            raw = message.get("headers", ())
+            headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in raw]
             self.response.start(message["status"], headers)
         elif message["type"] == "http.response.body" and not self.complete.done():
             if self.response.is_large:
@@ -196,14 +162,14 @@ class _Exchange:
 
     async def _pass(self, *, more: bool) -> None:
         """Pass on to the server what is there of the response."""
-        response = self.response
-        with suppress(OSError):  # the client has hung up: the application goes on
-            if not self.is_passed:
-                self.is_passed = True
+        response, is_first, self.is_passed = self.response, not self.is_passed, True
+        with suppress(OSError):  # the client has hung up, and the application goes on
+            if is_first:
                 raw = [
-                    (k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in response.headers
+                    (key.lower().encode("latin-1"), value.encode("latin-1"))
+                    for key, value in response.headers
                 ]
                 start = {"type": "http.response.start", "status": response.status, "headers": raw}
                 await self.send(start)
-            body = response.take()
-            await self.send({"type": "http.response.body", "body": body, "more_body": more})
+            body = {"type": "http.response.body", "body": response.take(), "more_body": more}
+            await self.send(body)

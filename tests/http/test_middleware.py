@@ -11,7 +11,7 @@ import pytest
 from celery_idempotent import current_claim
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import open_store
-from tests.http.doors import KINDS, Call, open_client
+from tests.http.callers import KINDS, Call, open_client
 from tests.http.sites import new_key
 
 JSON = [("Content-Type", "application/json")]
@@ -317,12 +317,12 @@ def test_requests_that_say_something_else_are_others(client: Any, one: Any, two:
         ({"scope": None}, "scope of IdempotencyMiddleware"),
         ({"store": 5}, "must be a URL, a store or a Celery app"),
         ({"store": "nowhere://"}, "scheme 'nowhere'"),
-        ({"atomic": True}, "needs transactions of Django"),
+        ({"atomic": True}, "needs the transactions of Django"),
         ({"methods": "POST"}, "sequence of strings"),
         ({"methods": ["GET"]}, "some of DELETE, PATCH, POST, PUT"),
         ({"paths": "/"}, "sequence of strings"),
         ({"paths": ()}, "sequence of strings"),
-        ({"name": ""}, "1 to 255"),
+        ({"name": ""}, "short string"),
         ({"unstored": [500]}, "below 500"),
     ],
 )
@@ -359,7 +359,7 @@ def test_names_keep_two_services_in_one_store_apart(kind: str) -> None:
 
 
 def test_a_session_is_a_caller_whose_id_no_record_has(kind: str, shop: Shop) -> None:
-    from celery_idempotent.http.doors import session_scope
+    from celery_idempotent.asgi import session_scope
 
     client = open_client(kind, shop, scope=session_scope("sid"))
     key = new_key()

@@ -1,0 +1,274 @@
+"""What the middleware of :mod:`celery_idempotent.asgi` and of :mod:`celery_idempotent.wsgi` share.
+
+A request is the scope of ASGI or the environ of WSGI::
+
+    key ─ caller ─ body ─ claim ─▶ the application ─┬─ complete ─────────────────▶ settle ─ send
+                                                    └─ over the limit: pass it on ─ settle ─ send the rest
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs
+
+from celery import Celery
+
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.http import requests
+from celery_idempotent.http.answers import Answer, Headers, RequestRefused, pack_response
+from celery_idempotent.http.guard import Guard, RequestRun
+from celery_idempotent.http.options import HTTP_NAMESPACE, METHODS, HttpOptions, RequestFunction
+from celery_idempotent.keys.fingerprints import NoFormError, form
+from celery_idempotent.keys.stamp import is_text
+from celery_idempotent.protocol.options import accept_if, flag, option, read_options
+from celery_idempotent.stores import Store, get_store, open_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.typed import AnyCelery
+    from celery_idempotent.protocol.run import Body
+    from celery_idempotent.records import Identity, Stored
+
+Request = MutableMapping[str, Any]
+
+KEY_HEADER: Final = "Idempotency-Key"
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else ()
+    if not found or not all(isinstance(each, str) for each in found):
+        raise ValueError("must be a sequence of strings")
+    return found
+
+
+def _methods(value: object) -> tuple[str, ...]:
+    found = tuple(map(str.upper, _strings(value)))
+    if not METHODS.issuperset(found):
+        raise ValueError(f"must be some of {', '.join(sorted(METHODS))}")
+    return found
+
+
+_caller = accept_if(callable, "must be a function of the request")
+_not_atomic = accept_if(
+    lambda value: value is False, "needs the transactions of Django: use @idempotent_view"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiddlewareOptions(HttpOptions):
+    """The options of the middleware: those of views but ``atomic``, and its own."""
+
+    scope: RequestFunction | None = option(None, _caller)  # of ASGI it may be a coroutine function
+    atomic: bool = option(False, _not_atomic)
+    methods: tuple[str, ...] = option(("POST", "PATCH"), _methods)
+    paths: tuple[str, ...] = option(("/",), _strings)
+    release_large: bool = option(False, flag)
+    name: str = option(HTTP_NAMESPACE, accept_if(is_text, "must be a short string"))
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def read_header(request: Request, name: str, separator: str = ",") -> str | None:
+    """Return the value of a header, all values if it was sent more than once; ``None`` without it."""
+    if "headers" not in request:  # WSGI
+        name = name.upper().replace("-", "_")
+        return request.get(name if name.startswith("CONTENT_") else f"HTTP_{name}")
+    raw = name.lower().encode()
+    found = [value.decode("latin-1") for each, value in request["headers"] if each == raw]
+    return separator.join(found) if found else None
+
+
+def _target(request: Request) -> tuple[str, str, str]:
+    """Return method, path and query."""
+    if "headers" in request:
+        query = request.get("query_string", b"").decode("latin-1")
+        return request["method"], request["path"], query
+    raw = request.get("SCRIPT_NAME", "") + request.get("PATH_INFO", "")
+    path = raw.encode("latin-1").decode("utf-8", "surrogateescape")
+    return request["REQUEST_METHOD"], path, request.get("QUERY_STRING", "")
+
+
+def bearer_scope(request: Request) -> tuple[str, str] | None:
+    """Return a digest of the bearer token as the scope: a new token is another caller."""
+    scheme, _, token = (read_header(request, "Authorization") or "").strip().partition(" ")
+    return _digest("bearer", token.strip()) if scheme.lower() == "bearer" else None
+
+
+def session_scope(cookie: str) -> RequestFunction:
+    """Return a function whose scope is a digest of the session id in ``cookie``.
+
+    A signed cookie with the content of a session changes with it, and is none.
+    """
+
+    def scope(request: Request) -> tuple[str, str] | None:
+        cookies = (read_header(request, "Cookie", ";") or "").split(";")
+        pairs = (each.partition("=") for each in cookies)
+        found = [value.strip() for name, _, value in pairs if name.strip() == cookie]
+        # Of two, the application may read the other one.
+        return _digest("session", found[0]) if len(found) == 1 else None
+
+    return scope
+
+
+def _digest(kind: str, secret: str) -> tuple[str, str] | None:
+    """Return a scope by which nobody who reads records can act as the caller."""
+    return (kind, hashlib.sha256(secret.encode()).hexdigest()) if secret else None
+
+
+def _fields(text: str) -> dict[str, list[str]]:
+    """Return the fields of a query or a form, in which each character is a byte."""
+    return parse_qs(text, keep_blank_values=True, encoding="latin-1")
+
+
+_BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORECASE)
+
+
+def _body_form(request: Request, body: bytes) -> str:
+    """Return the form of a body: of a form its fields, of a multipart form its parts, by their bytes."""
+    content_type = read_header(request, "Content-Type") or ""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/x-www-form-urlencoded":
+        return f"form {form(_fields(body.decode('latin-1')))}"
+    if kind == "multipart/form-data" and (found := _BOUNDARY.search(content_type)):
+        boundary = b"\r\n--" + (found[1] or found[2]).encode("latin-1", "replace")
+        _, *parts = (b"\r\n" + body).split(boundary)
+        if parts and parts.pop().startswith(b"--"):  # it is whole
+            # Sorted by their headers, so that fields of one name stay in their order.
+            parts.sort(key=lambda part: part.partition(b"\r\n\r\n")[0])
+            return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
+    return requests.body_form(kind, body)
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+class Response:
+    """The response of an application, or another in its place; ``parts`` of the body are not sent yet."""
+
+    status, reason, size = 0, "", 0
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.headers, self.parts = Headers(), list[bytes]()
+
+    def start(self, status: int, headers: Headers, reason: str = "") -> None:
+        """Set the status and the headers."""
+        self.status, self.headers, self.reason = status, headers, reason
+
+    def add(self, part: bytes) -> None:
+        """Add a part of the body."""
+        if not self.status:
+            raise RuntimeError("the application sent a body without a status")
+        self.parts.append(part)
+        self.size += len(part)
+
+    @property
+    def is_large(self) -> bool:
+        """Is it too large to be stored?"""
+        return self.size > self.max_bytes
+
+    def take(self) -> bytes:
+        """Return the parts that are not sent yet; they are then."""
+        taken = b"".join(self.parts)
+        self.parts.clear()
+        return taken
+
+    def become(self, answer: Answer) -> None:
+        """Become an answer, of which the application knows nothing."""
+        status, headers, body = answer.status, list(answer.headers), answer.body
+        if not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        if status >= 200 and status not in (204, 304):
+            headers.append(("Content-Length", str(len(body))))
+        self.start(status, headers, answer.reason or HTTPStatus(status).phrase)
+        self.parts = [body]
+
+
+def _pack(response: Response, *, name: str) -> Stored:
+    why = f"it has more than {response.max_bytes} bytes" if response.is_large else ""
+    body = b"" if why else b"".join(response.parts)
+    answer = Answer(response.status, response.headers, body, response.reason)
+    return pack_response(answer, max_bytes=response.max_bytes, name=name, why=why)
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+
+
+class Middleware:
+    """Guards the requests to an application, however a server calls it.
+
+    Args:
+        app: the application.
+        store: a store, its URL, or a Celery app, whose store it is; it connects with the first request.
+        scope: a function of the request that returns its caller; without one a request gets 403.
+        options: those of the page on HTTP: ``paths``, ``methods``, ``lease``, ``retention`` …
+
+    Raises:
+        InvalidOption: for an unknown option or a bad value.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        store: Store | str | AnyCelery,
+        scope: Callable[[Request], object],
+        **options: object,
+    ) -> None:
+        where = type(self).__name__
+        given = read_options(MiddlewareOptions, [(where, {**options, "scope": scope})])
+        self.app, self.scope, self.options = app, scope, given
+        found = open_store(store) if isinstance(store, str) else store
+        if not isinstance(found, (Store, Celery)):
+            raise InvalidOption(f"store of {where} must be a URL, a store or a Celery app.")
+        opener = partial(get_store, found) if isinstance(found, Celery) else lambda: found
+        self.guard = Guard(given.name, app, given, opener, partial(_pack, name=given.name))
+
+    def guards(self, request: Request) -> bool:
+        """Does this request need a key, or have one?"""
+        options, (method, path, _) = self.options, _target(request)
+        if method not in options.methods or not path.startswith(options.paths):
+            return False
+        return options.required or read_header(request, KEY_HEADER) is not None
+
+    def identity(self, request: Request, scope: object) -> Identity:
+        """Return the identity of a request; one with a bad key or without a caller is refused."""
+        key = requests.read_key(read_header(request, KEY_HEADER), required=True)
+        return requests.http_identity(self.options.name, scope, str(key))
+
+    def answer(self, request: Request, identity: Identity, body: bytes, view: Body) -> object:
+        """Return the response of ``view``, which is :meth:`kept`, or an answer in its place; it may be refused."""
+        run = RequestRun(
+            self.guard,
+            identity,
+            self._fingerprint(request, body),
+            partial(self._authorize, request),
+        )
+        return self.guard.answer(run, view)
+
+    def kept(self, response: Response) -> Response:
+        """Return a response if it is one to repeat; any other leaves as an exception."""
+        is_kept = not (response.is_large and self.options.release_large)
+        return self.guard.kept(response, response.status, is_kept=is_kept)
+
+    def _authorize(self, request: Request) -> None:
+        authorize = self.options.authorize
+        if authorize is not None and authorize(request) is not True:
+            raise RequestRefused("replay_refused", "You may not see the response any more.")
+
+    def _fingerprint(self, request: Request, body: bytes) -> bytes:
+        own, (method, path, query) = self.options.fingerprint, _target(request)
+        try:
+            text = f"own {form(own(request, body))}" if own else _body_form(request, body)
+        except NoFormError as refused:
+            raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
+        return requests.request_fingerprint(method, path, _fields(query), text)
