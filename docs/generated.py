@@ -53,10 +53,23 @@ def findings() -> dict[str, tuple[str, str]]:
     return {name: (problem, hint) for name, problem, hint in lines}
 
 
+#: What a finding names, where it is listed.
+_NAMES = {
+    "{server.kind} {server.version}": "Redis",
+    "{server.kind}": "Redis",
+    "{store!r}": "the store",
+    "{missing}": "timeout",
+}
+
+
 def _checks() -> str:
-    lines = ["| id | finding |", "|---|---|"]
+    lines = []
     for name, (problem, _) in findings().items():
-        lines.append(f"| `{name}` | {re.sub(r'{[^}]*}', '…', problem)} |")
+        # Without figures in brackets, and a list or an error at the end.
+        text = re.sub(r" \([^)]*{[^)]*\)|: {(?:tasks|error)}(?=\.?$)", "", problem).rstrip(".")
+        for place, word in _NAMES.items():
+            text = text.replace(place, word)
+        lines.append(f"- `{name}`: {text}.")
     return "\n".join(lines)
 
 
@@ -112,13 +125,12 @@ def supported() -> list[tuple[str, str]]:
         # `celery[redis]>=5.4,<5.8`; what is not to be taken is between.
         match = re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+),(?:.*,)?<([\d.]+)$", line)
         if match:
-            found.append((f"`{match[1]}`", f"{match[2]} or newer, older than {match[3]}"))
+            found.append((f"`{match[1]}`", f"`>={match[2]},<{match[3]}`"))
     return found
 
 
 def _supported() -> str:
-    lines = ["| what | versions |", "|---|---|"]
-    return "\n".join(lines + [f"| {name} | {versions} |" for name, versions in supported()])
+    return "\n".join(f"- {name}: {versions}" for name, versions in supported())
 
 
 GENERATED: dict[str, Callable[[], str]] = {
