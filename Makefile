@@ -12,6 +12,7 @@ RERUNS ?= 0
 # With --reruns, even with 0, each test asks the first process over a socket, which takes 45 ms.
 attempts = $(if $(filter-out 0,$(RERUNS)),--reruns $(RERUNS))
 PORT   ?= 8000
+APP    ?= django
 
 # Another interpreter than that of $(VENV) is asked for: then it is made anew.
 which = $(shell $(1) -c 'import sys; print(sys.base_prefix, sys.hexversion)' 2>/dev/null)
@@ -35,6 +36,7 @@ help:  ## say what there is
 	@echo "  JOBS=8                so many test files at a time; 0 for one process, as pdb needs it"
 	@echo "  RERUNS=1              a second chance for a test that fails"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
+	@echo "  APP=fastapi           for serve: the payments API by FastAPI instead of Django"
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
 	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
 
@@ -95,7 +97,7 @@ demo: $(VENV)/.demo  ## the demonstration: make demo STORE=django EVENTS=path
 	@$(if $(EVENTS),EVENTS="$(EVENTS)") $(if $(STORE),STORE="$(STORE)") $(BIN)/python -m testproject.demo $(ARGS)
 
 serve: $(VENV)/.demo  ## the test project with all it needs, to try by hand: make serve PORT=8000
-	@exec env PORT="$(PORT)" $(BIN)/python -m testproject.serve
+	@exec env PORT="$(PORT)" APP="$(APP)" $(BIN)/python -m testproject.serve
 
 bench: $(VENV)/.bench  ## the benchmark
 	@$(BIN)/python -m benchmarks $(ARGS)

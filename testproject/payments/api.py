@@ -14,12 +14,14 @@ from rest_framework.views import APIView, exception_handler
 
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view, problem
 from testproject.payments import bank
-from testproject.payments.models import Payment
 from testproject.payments.tasks import make_payment, pay
 
 if TYPE_CHECKING:
     from django.http import HttpResponse
     from rest_framework.request import Request
+
+
+_UNREACHABLE: Any = {"status": 502, "title": "The bank is out of reach", "retryable": True}
 
 
 class Order(serializers.Serializer[Any]):
@@ -30,14 +32,6 @@ class Order(serializers.Serializer[Any]):
     )
     currency = serializers.ChoiceField(choices=["EUR", "GBP", "USD"])
     recipient = serializers.RegexField(r"^acct_[A-Za-z0-9]{1,40}\Z")
-
-
-class PaymentMade(serializers.ModelSerializer[Payment]):
-    """A payment."""
-
-    class Meta:
-        model = Payment
-        fields = ("id", "amount", "currency", "recipient", "key", "created")
 
 
 def order_of(request: Request) -> dict[str, Any]:
@@ -75,8 +69,8 @@ class Payments(APIView):
 
     def get(self, request: Request) -> Response:
         """List the caller's last payments."""
-        made = Payment.objects.filter(payer=request.user.pk)[:50]
-        return Response(PaymentMade(made, many=True).data)
+        user: Any = request.user
+        return Response([each.told() for each in user.payments.all()[:50]])
 
     @keyed_view
     def post(self, request: Request) -> HttpResponse:
@@ -97,11 +91,5 @@ class PayNow(APIView):
         except bank.PaymentRefused as refused:
             return problem("payment_refused", str(refused), status=402, title="The bank refuses it")
         except bank.BankUnreachable:
-            return problem(
-                "bank_unreachable",
-                "Nothing was paid.",
-                status=502,
-                title="The bank is out of reach",
-                retryable=True,
-            )
+            return problem("bank_unreachable", "Nothing was paid.", **_UNREACHABLE)
         return Response(made, status=201, headers={"Location": f"/payments/?id={made['id']}"})

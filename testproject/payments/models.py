@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.conf import settings
 from django.db import models
 
@@ -15,7 +17,7 @@ class Payment(models.Model):
     payer = models.ForeignKey(
         settings.AUTH_USER_MODEL, on_delete=models.PROTECT, related_name="payments"
     )
-    amount = models.PositiveBigIntegerField(help_text="In minor units: 100 is one euro.")
+    amount = models.PositiveBigIntegerField()
     currency = models.CharField(max_length=3)
     recipient = models.CharField(max_length=64)
     key = models.CharField(max_length=255, db_index=True)
@@ -23,6 +25,11 @@ class Payment(models.Model):
 
     class Meta:
         ordering = ("-pk",)
+
+    def told(self) -> dict[str, Any]:
+        """Return what the APIs tell of it."""
+        names = ("id", "amount", "currency", "recipient", "key", "created")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         return f"{self.amount / 100:.2f} {self.currency} to {self.recipient}"

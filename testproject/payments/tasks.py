@@ -32,11 +32,4 @@ def make_payment(payer: int, amount: int, currency: str, recipient: str) -> dict
         key=claim.key if claim is not None else "",
     )
     bank.receipt()
-    return {
-        "id": payment.pk,
-        "amount": amount,
-        "currency": currency,
-        "recipient": recipient,
-        "key": payment.key,
-        "created": payment.created.isoformat(),
-    }
+    return payment.told()

@@ -18,6 +18,7 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST, require_safe
 from kombu.exceptions import OperationalError as BrokerError
 
+from celery_idempotent.django.http import problem
 from celery_idempotent.errors import StoreUnavailable
 from testproject.webhooks import figures
 from testproject.webhooks.tasks import record_delivery, record_delivery_plain
@@ -39,7 +40,8 @@ def github(request: HttpRequest) -> HttpResponse:
     try:
         arguments = _read(request)
     except Refused as refused:
-        return _error(*refused.args)
+        status, code, detail = refused.args
+        return problem(code, detail, status=status)
     try:
         tasks = {
             "idempotent": record_delivery.delay(*arguments).id,
@@ -48,9 +50,7 @@ def github(request: HttpRequest) -> HttpResponse:
     except (BrokerError, StoreUnavailable) as trouble:
         # What was queued before is queued again when the sender comes back: a duplicate.
         log.warning("delivery %s put off: %s", arguments[0], trouble)
-        answer = _error(503, "unavailable", "The delivery could not be queued; send it again.")
-        answer["Retry-After"] = "5"
-        return answer
+        return problem("not_queued", "The delivery could not be queued; send it again.")
     return JsonResponse({"delivery": arguments[0], "tasks": tasks}, status=202)
 
 
@@ -89,7 +89,3 @@ def status(request: HttpRequest) -> HttpResponse:
     refresh = request.GET.get("refresh", "")
     context = {"ledgers": figures.ledgers(), "refresh": refresh if refresh.isdecimal() else ""}
     return render(request, "webhooks/status.html", context)
-
-
-def _error(status: int, code: str, message: str) -> JsonResponse:
-    return JsonResponse({"error": {"code": code, "message": message}}, status=status)

@@ -112,9 +112,9 @@ def post(
 
 
 def code_of(answer: HttpResponse) -> tuple[int, str]:
-    assert answer["Content-Type"] == "application/json"
-    error = json.loads(answer.content)["error"]
-    assert error["message"]
+    assert answer["Content-Type"] == "application/problem+json"
+    error = json.loads(answer.content)
+    assert error["detail"]
     return answer.status_code, error["code"]
 
 
@@ -206,7 +206,7 @@ def test_when_the_broker_is_down_the_sender_is_asked_to_come_back(
     monkeypatch.setattr(project.amqp, "send_task_message", refuse)
     with override_settings(CELERY_TASK_ALWAYS_EAGER=False):
         answer = post(client)
-    assert code_of(answer) == (503, "unavailable")
+    assert code_of(answer) == (503, "not_queued")
     assert int(answer["Retry-After"]) > 0
     assert not entries("idempotent")
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import uuid
@@ -23,15 +24,11 @@ from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from testproject import embedded
-    from testproject.embedded import URL_VARIABLE, EmbeddedRedis, ServerUnavailable
 else:
     # Loaded as a file: `import testproject` would start a Django project and its Celery app in the test process.
     _spec = importlib.util.spec_from_file_location("embedded", ROOT / "testproject/embedded.py")
     embedded = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(embedded)
-    URL_VARIABLE = embedded.URL_VARIABLE
-    EmbeddedRedis = embedded.EmbeddedRedis
-    ServerUnavailable = embedded.ServerUnavailable
 
 __all__ = [
     "EmbeddedRedis",
@@ -43,6 +40,8 @@ __all__ = [
     "shared_redis_url",
 ]
 
+#: A server that already runs, to use instead of one of the tests' own.
+URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
 RABBITMQ_VARIABLE = "CELERY_IDEMPOTENT_RABBITMQ_URL"
 
 _LOCAL_REDIS = "redis://127.0.0.1:6379/9"
@@ -72,14 +71,42 @@ def shared_redis_url() -> Iterator[str]:
             yield server.url(9)
 
 
+class EmbeddedRedis(embedded.EmbeddedRedis):
+    """A server of the tests' own, which can be struck."""
+
+    @property
+    def pid(self) -> int:
+        """The process id of the running server."""
+        if self._launched is None or not self._launched.server_pid:
+            raise embedded.ServerUnavailable("the server does not run")
+        return self._launched.server_pid
+
+    def kill(self) -> None:
+        """End the server with SIGKILL, as a crash would, and keep its data directory."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def freeze(self) -> None:
+        """Let the server hang: connections stay open, nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """End :meth:`freeze`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+
 @contextlib.contextmanager
 def embedded_redis(
     *, persistent: bool = False, options: dict[str, str] | None = None
 ) -> Iterator[EmbeddedRedis]:
-    """Give a Redis of one's own, to be stopped, frozen, killed and brought back at will."""
+    """Give a Redis of one's own, to be stopped, frozen, killed and brought back at will.
+
+    ``persistent`` writes every change to disk, so that the data survives a kill.
+    """
+    kept = {"appendonly": "yes", "appendfsync": "always"} if persistent else {}
     try:
-        server = EmbeddedRedis(persistent=persistent, prefer_path=True, options=options)
-    except ServerUnavailable as error:
+        server = EmbeddedRedis(prefer_path=True, options={**kept, **(options or {})})
+    except embedded.ServerUnavailable as error:
         need(False, str(error))
         raise
     with server:
