@@ -17,33 +17,17 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from urllib.parse import parse_qsl, urlencode
+from contextlib import contextmanager, suppress
+from urllib.parse import parse_qs, urlencode
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import (
-    Answer,
-    ClaimRequest,
-    Identity,
-    Record,
-    Reservation,
-    ReserveRequest,
-    Settled,
-    SettleRequest,
-    State,
-)
-from celery_idempotent.stores.base import Store
+from celery_idempotent.records import Identity, Record, Settled, SettleRequest, State
+from celery_idempotent.stores.base import Store, Taken
 from celery_idempotent.stores.redis.format import Keyspace, pack, unpack
-from celery_idempotent.stores.redis.servers import (
-    Command,
-    Reply,
-    exchange,
-    link_and_prefix,
-    plain,
-)
-from celery_idempotent.stores.table import Snapshot, StoredRecord
+from celery_idempotent.stores.redis.servers import Command, Reply, exchange, link_and_prefix, plain
+from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +45,19 @@ _AGE_BYTES = 8
 
 
 class Cache:
-    """Settled records of a database, in Redis; ``url``, ``prefix`` and ``options`` are as for a RedisStore."""
+    """Settled records of a database, in Redis; ``url`` and ``options`` are as for a RedisStore."""
 
-    def __init__(
-        self, url: str, *, prefix: str | None = None, options: Mapping[str, object] | None = None
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, object] | None = None) -> None:
         timeouts = {"socket_timeout": _TIMEOUT, "socket_connect_timeout": _TIMEOUT}
-        self._link, named = link_and_prefix(url, {**timeouts, **(options or {})})
-        self.prefix = f"{named if prefix is None else prefix}.cache"
+        self._link, prefix = link_and_prefix(url, {**timeouts, **(options or {})})
+        self.prefix = f"{prefix}.cache"
         self._keys = Keyspace(self.prefix)
         self.away_until = 0.0
 
     def look(self, identity: Identity) -> Settled | None:
         """Return what is cached; ``None`` also without an answer, and for what this version cannot read."""
         name = self._name(identity)
-        entry, left_ms = self._try(plain(b"GET", name), plain(b"PTTL", name)) or (None, 0)
+        entry, left_ms = self._ask(plain(b"GET", name), plain(b"PTTL", name)) or (None, 0)
         if not entry or entry == b"T" or left_ms < 0:
             return None
         try:
@@ -89,29 +71,31 @@ class Cache:
         """Return the right to fill in what is read from now on, ``None`` without an answer."""
         bucket, brace, _ = self._name(identity).partition(b"}")
         ticket = bucket + brace + b"!" + os.urandom(8)
-        made = self._try(plain(b"SET", ticket, b"", b"PX", b"%d" % _TICKET_MS))
+        made = self._ask(plain(b"SET", ticket, b"", b"PX", b"%d" % _TICKET_MS))
         return ticket if made else None
 
-    def fill(self, identity: Identity, ticket: bytes, snapshot: Snapshot) -> bool:
-        """Cache the settled record of a look that came after the ticket; the entry ends before the record does."""
-        assert snapshot.stored is not None
-        now_ms, record = snapshot.now_us // 1000, snapshot.stored.record
-        left_ms = snapshot.stored.expires_ms - now_ms - _TICKET_MS
+    def fill(self, identity: Identity, ticket: bytes, snapshot: Snapshot) -> None:
+        """Cache the end state of a look that came after the ticket; the entry ends before the record does."""
+        stored, now_ms = snapshot.stored, snapshot.now_us // 1000
+        if stored is None or not stored.record.state.settled:
+            return
+        record, left_ms = stored.record, stored.expires_ms - now_ms - _TICKET_MS
         age_ms = max(now_ms - record.updated_ms + left_ms, 0)
-        entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(StoredRecord(record, 0), bytes(4))
-        if left_ms <= 0 or len(entry) > _MAX_BYTES:
-            return False
-        answers = self._try(
-            plain(b"SET", ticket, entry, b"XX", b"PX", b"%d" % left_ms),
-            plain(b"COPY", ticket, self._name(identity)),
-            plain(b"DEL", ticket),
-        )
-        return bool(answers and answers[1])
+        entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(stored, bytes(4))
+        # What a sweep failed its owner may still settle; what an operator settled is told with who and why.
+        final = not (record.swept or record.settled_by_operator)
+        if final and left_ms > 0 and len(entry) <= _MAX_BYTES:
+            self._ask(
+                plain(b"SET", ticket, entry, b"XX", b"PX", b"%d" % left_ms),
+                plain(b"COPY", ticket, self._name(identity)),
+                plain(b"DEL", ticket),
+            )
 
     def bury(self, identity: Identity, *, must: bool) -> None:
         """Leave a tombstone; if it ``must`` be there, raise where the server did not take it."""
-        ask = self._ask if must else self._try
-        ask(plain(b"SET", self._name(identity), b"T", b"PX", b"%d" % _TOMBSTONE_MS))
+        self._ask(
+            plain(b"SET", self._name(identity), b"T", b"PX", b"%d" % _TOMBSTONE_MS), must=must
+        )
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -120,23 +104,19 @@ class Cache:
     def _name(self, identity: Identity) -> bytes:
         return self._keys.of_record(identity)[0]
 
-    def _try(self, *commands: Command) -> list[Reply] | None:
-        """Return the answers, ``None`` if there is none: then the cache is left alone for a while."""
-        if time.monotonic() < self.away_until:
+    def _ask(self, *commands: Command, must: bool = False) -> list[Reply] | None:
+        """Return the answers; without one raise if they ``must`` be, and leave the cache alone for a while."""
+        if not must and time.monotonic() < self.away_until:
             return None
-        try:
-            return self._ask(*commands)
-        except (StoreUnavailable, StoreMisconfigured):
-            return None
-
-    def _ask(self, *commands: Command) -> list[Reply]:
         try:
             answers = exchange(self._link, commands)
         except (StoreUnavailable, StoreMisconfigured) as error:
             if not self.away_until:
                 logger.warning("idempotency: going without the cache for now: %s", error)
             self.away_until = time.monotonic() + _PAUSE
-            raise
+            if must:
+                raise
+            return None
         self.away_until = 0.0
         return answers
 
@@ -150,13 +130,15 @@ class CachingStore(Store):
 
     cache: Cache
 
-    def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if no live claim holds it; a settled one is answered by the cache."""
-        return self._cached(request) or super().claim(request)
-
-    def reserve(self, request: ReserveRequest) -> Reservation:
-        """Take the key for a message; a settled one is answered by the cache."""
-        return self._cached(request) or super().reserve(request)
+    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
+        """Claim or reserve a key; a settled one is answered by the cache."""
+        found = self.cache.look(identity)
+        task_id, asked = args.fields["task_id"], args.fields["fingerprint"]
+        if found is not None and not (task_id and task_id == found.record.task_id):
+            known = found.record.fingerprint
+            if known is None or asked is None or known == asked:
+                return found
+        return super()._take_key(verb, identity, args)
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, then cache what is stored; needs the cache if a FAILED record is to end anew."""
@@ -184,28 +166,14 @@ class CachingStore(Store):
     def fill(self, identity: Identity) -> None:
         """Cache what is committed, if that is an end state. Never raises for cache or store."""
         ticket = None if self.joined() else self.cache.ticket(identity)
-        if ticket is None:
-            return
-        try:
-            snapshot = self._at(identity, lambda snapshot: snapshot)
-        except (StoreUnavailable, StoreMisconfigured):
-            return  # what the caller came for is done
-        record = snapshot.stored and snapshot.stored.record
-        # What a sweep failed its owner may still settle; what an operator settled is told with who and why.
-        if record and record.state.settled and not (record.swept or record.settled_by_operator):
-            self.cache.fill(identity, ticket, snapshot)
+        if ticket is not None:
+            with suppress(StoreUnavailable, StoreMisconfigured):
+                self.cache.fill(identity, ticket, self._at(identity, lambda snapshot: snapshot))
 
     def close(self) -> None:
         """Close the connections of both."""
         self.cache.close()
         super().close()
-
-    def _cached(self, request: ClaimRequest | ReserveRequest) -> Settled | None:
-        found = self.cache.look(request.identity)
-        if found is None or (request.task_id and request.task_id == found.record.task_id):
-            return None
-        known, asked = found.record.fingerprint, request.fingerprint
-        return found if known is None or asked is None or known == asked else None
 
     @contextmanager
     def _buried(self, identity: Identity) -> Iterator[None]:
@@ -225,15 +193,10 @@ class HybridStore(CachingStore, DjangoStore):
     """Keeps the records in the database ``alias``, behind the :class:`Cache` at ``url``."""
 
     def __init__(
-        self,
-        url: str,
-        alias: str = "default",
-        *,
-        prefix: str | None = None,
-        options: Mapping[str, object] | None = None,
+        self, url: str, alias: str = "default", *, options: Mapping[str, object] | None = None
     ) -> None:
         super().__init__(alias)
-        self.cache = Cache(url, prefix=prefix, options=options)
+        self.cache = Cache(url, options)
 
     def __repr__(self) -> str:
         return f"<HybridStore: {self.alias}, cached with prefix {self.cache.prefix}>"
@@ -246,11 +209,10 @@ class HybridStore(CachingStore, DjangoStore):
 def open_hybrid(url: str) -> HybridStore:
     """Open ``hybrid+redis://…?truth=alias``: before the database ``alias``, or ``default``."""
     address, _, query = url.removeprefix("hybrid+").partition("?")
-    options = parse_qsl(query, keep_blank_values=True)
-    alias, *others = [value for name, value in options if name == "truth"] or ["default"]
+    options = parse_qs(query, keep_blank_values=True)
+    alias, *others = options.pop("truth", ["default"])
     if others or not alias or any(mark in alias for mark in ":/?#@"):
         raise InvalidOption(
             "a hybrid store's URL names one alias of Django's DATABASES as its truth: ?truth=alias"
         )
-    rest = urlencode([(name, value) for name, value in options if name != "truth"])
-    return HybridStore(f"{address}?{rest}".removesuffix("?"), alias)
+    return HybridStore(f"{address}?{urlencode(options, doseq=True)}".removesuffix("?"), alias)

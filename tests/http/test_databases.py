@@ -162,7 +162,7 @@ def cached(bank: Bank, key: str, namespace: str = "http") -> bool:
     assert bank.cache is not None
     row = bank.rows.execute("SELECT id FROM auth_user WHERE username = 'alice'").fetchone()
     assert row is not None
-    cache = Cache(bank.cache.url(), options={"socket_timeout": 5})
+    cache = Cache(bank.cache.url(), {"socket_timeout": 5})
     try:
         scope = f'["user",{row[0]}]'
         found = cache.look(Identity(namespace=namespace, scope=scope, key=key))

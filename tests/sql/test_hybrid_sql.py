@@ -172,7 +172,7 @@ def test_what_is_not_committed_is_no_result_even_where_dirty_reads_are_allowed(
     use_database: Callable[..., str], redis_url: str, prefix: str
 ):
     alias = use_database("mariadb", options={"isolation_level": "read uncommitted"})
-    store: Any = HybridStore(redis_url, alias, prefix=prefix, options={"socket_timeout": 5})
+    store: Any = HybridStore(f"{redis_url}?prefix={prefix}&socket_timeout=5", alias)
     record = claim(store)
     writer = connections.create_connection(alias)
     try:

@@ -37,7 +37,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def cache(redis_url: str, prefix: str) -> Iterator[Cache]:
-    cache = Cache(redis_url, prefix=prefix, options={"socket_timeout": 5})
+    cache = Cache(f"{redis_url}?prefix={prefix}&socket_timeout=5")
     yield cache
     cache.close()
 
@@ -281,7 +281,8 @@ class TestForget:
             redis_client.delete(ticket)
         elif loss != "nothing":
             redis_client.delete(entry(), ticket)
-        assert cache.fill(KEY, ticket, look) is False
+        cache.fill(KEY, ticket, look)
+        assert cache.look(KEY) is None
         assert isinstance(ask(store), Claimed)
 
     def test_a_ticket_ends(self, cache, redis_client):
@@ -372,7 +373,7 @@ class TestTrouble:
 
 
 def test_in_a_cluster_a_ticket_lies_beside_its_entry(cluster_url, clock):
-    store = MemoryHybrid(Cache(cluster_url, options={"socket_timeout": 5}), clock)
+    store = MemoryHybrid(Cache(cluster_url, {"socket_timeout": 5}), clock)
     complete(store)
     with looks(store, 0):
         assert isinstance(ask(store), Settled)

@@ -100,10 +100,11 @@ def overlaps(first: int, second: int) -> list[tuple[int, ...]]:
 def test_in_no_order_of_their_steps_does_a_fill_undo_a_forget(
     redis_url: str, redis_client: redis.Redis, prefix: str, event: str
 ) -> None:
-    options, ended = {"socket_timeout": 5}, {"forgotten": 0, "refused": 0, "cached": 0}
-    spy = Cache(redis_url, prefix=prefix, options=options)
+    url = f"{redis_url}?prefix={prefix}&socket_timeout=5"
+    ended = {"forgotten": 0, "refused": 0, "cached": 0}
+    spy = Cache(url)
     for number, order in enumerate(overlaps(5, 4)):
-        cache: Any = Cache(redis_url, prefix=prefix, options=options)
+        cache: Any = Cache(url)
         cache._link = bad = BadLink(cache._link)
         store = WatchedStore(cache)
         record = claim(store)
