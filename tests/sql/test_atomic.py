@@ -510,6 +510,20 @@ def test_a_frozen_run_is_ended_by_the_server_a_lease_later(
     assert (found.state, found.token) == (State.COMPLETED, newer.token)
 
 
+@pytest.mark.parametrize(("known", "within"), [("0", "1min"), ("10min", "1min"), ("3s", "3s")])
+def test_silence_within_it_is_bounded_by_its_lease_or_what_is_shorter(
+    open_atomic: Callable[..., DjangoStore], known: str, within: str
+):
+    name = "idle_in_transaction_session_timeout"
+    store = open_atomic("postgresql")
+    record = claimed(store, lease_ms=60_000)
+    execute(store.alias, f"SET {name} = '{known}'")
+    with store.transaction(record) as run:
+        assert rows(store.alias, f"SHOW {name}") == [(within,)]
+        assert settle(run)
+    assert rows(store.alias, f"SHOW {name}") == [(known,)]
+
+
 def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
     server_store: DjangoStore, start_holder: Callable[..., Holder]
 ):

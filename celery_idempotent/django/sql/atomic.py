@@ -459,7 +459,8 @@ def drop(own: BaseDatabaseWrapper) -> None:
 def _shorter(name: str, ms: int) -> str:
     """Return what sets a time-out of PostgreSQL for the transaction, unless a shorter one is set."""
     known = f"current_setting('{name}')"
+    # Usually none is set, and nothing has to be parsed.
     return (
-        f"set_config('{name}', CASE WHEN {known}::interval BETWEEN '1ms' AND '{ms}ms' THEN {known}"
-        f" ELSE '{ms}ms' END, true)"
+        f"set_config('{name}', CASE WHEN {known} <> '0' AND {known}::interval < '{ms}ms'"
+        f" THEN {known} ELSE '{ms}ms' END, true)"
     )
