@@ -300,8 +300,9 @@ class Connections:
         if connection.vendor == "postgresql" and _PSYCOPG_3:
             options["server_side_binding"] = True
         if connection.vendor == "mysql":
-            # Never READ UNCOMMITTED: what is not committed may never be.
+            # Never READ UNCOMMITTED: what is not committed may never be. Django 4.2 chooses a charset without emoji.
             options["isolation_level"] = "read committed"
+            options.setdefault("charset", "utf8mb4")
         connection.settings_dict = {**settings, "OPTIONS": options}
         connection.inc_thread_sharing()
         self._open.add(connection)
