@@ -118,7 +118,8 @@ def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
     )
     try:
         page = operator.get(OUTBOX)
-        assert "order-1 - 2 OperationalError: no broker" in text(page)
+        # Django 4.2 shows nothing for the empty scope, later ones a dash.
+        assert re.search("order-1 (- )?2 OperationalError: no broker", text(page))
         assert "<b>mail" not in page.content.decode()
         for address in ("1/change/", "1/delete/", "add/"):
             found = operator.get(OUTBOX + address, follow=True)
