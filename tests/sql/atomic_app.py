@@ -18,7 +18,7 @@ from typing import Any
 import django
 import psycopg
 from celery import Celery, signals
-from django.db import connection
+from django.db import Error, connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
@@ -162,6 +162,41 @@ def pay(self: Any, key: str, account: str = "") -> str:
 def follow(self: Any, key: str) -> str:
     ledger.append("followed", key, self.request.id)
     return f"paid {key}"
+
+
+@app.task(
+    base=IdempotentTask,
+    name="transfer",
+    bind=True,
+    idempotency_key="key",
+    idempotency_atomic=True,
+    shared=False,
+    autoretry_for=(Error,),
+    retry_kwargs={"countdown": 0.2, "max_retries": None},
+)
+def transfer(self: Any, key: str, accounts: dict[str, int]) -> None:
+    """Move coins between accounts, and have that booked."""
+    with connection.cursor() as cursor:
+        for name, coins in sorted(accounts.items()):  # in any order two of them would deadlock
+            cursor.execute(
+                "UPDATE accounts SET balance = balance + %s WHERE name = %s", (coins, name)
+            )
+    write("effects", key, self.idempotency.token)
+    book.delay_on_commit(key)
+
+
+@app.task(
+    base=IdempotentTask,
+    name="book",
+    bind=True,
+    idempotency_key="key",
+    idempotency_atomic=True,
+    shared=False,
+    autoretry_for=(Error,),
+    retry_kwargs={"countdown": 0.2, "max_retries": None},
+)
+def book(self: Any, key: str) -> None:
+    write("effects", f"{key} booked", self.idempotency.token)
 
 
 @app.task(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.result import AsyncResult
+
+pytest.importorskip("django")
+
+from django.db import OperationalError
 
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.records import Identity, State
@@ -27,6 +34,7 @@ from tests.support.workers import Worker
 pytestmark = [pytest.mark.worker, pytest.mark.rabbitmq, pytest.mark.redis]
 
 PATIENCE = 60
+ACCOUNTS = [f"account {n}" for n in range(20)]
 #: Connections that Django keeps from task to task.
 KEPT = {"CONN_MAX_AGE": None, "CONN_HEALTH_CHECKS": True}
 #: Else Celery closes them around each task, whatever Django was told.
@@ -139,6 +147,26 @@ class Till:
         except Error:
             return True
         return False
+
+    def end_session(self) -> int:
+        """End a session of the workers'; return how many there were to end."""
+        if self.store.connections.own().vendor == "postgresql":
+            ours = (
+                "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+                " AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1"
+            )
+            end = "SELECT pg_terminate_backend(%s)"
+        else:
+            ours = (
+                "SELECT id FROM information_schema.processlist WHERE db = database()"
+                " AND id <> connection_id() ORDER BY rand() LIMIT 1"
+            )
+            end = "KILL %s"
+        found = databases.rows(self.alias, ours)
+        for row in found:
+            with suppress(OperationalError):  # MariaDB: it has ended by itself
+                databases.execute(self.alias, end, row)
+        return len(found)
 
     def balance(self) -> int:
         ((balance,),) = databases.rows(self.alias, "SELECT balance FROM accounts")
@@ -396,17 +424,7 @@ class TestMisbehaviour:
         """pg_terminate_backend, under load."""
         place = till("postgresql")
 
-        def end_one() -> int:
-            return len(
-                databases.rows(
-                    place.alias,
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
-                    " ORDER BY random() LIMIT 1",
-                )
-            )
-
-        self.pay_while_struck(place, end_one, times=examples(20, 60), pause=0.05)
+        self.pay_while_struck(place, place.end_session, times=examples(20, 60), pause=0.05)
 
     @pytest.fixture
     def own_server(self) -> Iterator[tuple[EmbeddedPostgres, str]]:
@@ -506,3 +524,94 @@ class TestMisbehaviour:
             assert place.effects(key) == done, (key, states)
             if done:
                 assert place.record(key).state is State.COMPLETED
+
+
+class TestTransfers:
+    """Coins are moved between accounts, each move by two messages, while workers and sessions end at random."""
+
+    @pytest.mark.wide
+    @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "sqlite", "pgbouncer", "hybrid"])
+    def test_each_is_made_and_booked_once(self, till, open_pooler, kind):
+        place = till(kind if kind in databases.VENDORS else "postgresql")
+        place.conf["idempotency_lease"] = 2
+        if kind == "hybrid":
+            place.conf["idempotency_store"] = place.hybrid
+        pooled = open_pooler(place.alias, default_pool_size=20) if kind == "pgbouncer" else {}
+        for name in ACCOUNTS:
+            databases.execute(place.alias, "INSERT INTO accounts VALUES (%s, 100)", (name,))
+        workers = [
+            place.worker(f"worker{n}", concurrency=2, database=pooled or {"CONN_MAX_AGE": None})
+            for n in range(2)
+        ]
+        moves = {f"move {n}": random.sample(ACCOUNTS, 2) for n in range(examples(100, 1000))}
+        results = [
+            place.client.send_task("transfer", (key, {one: -1, other: 1}), queue=place.queue)
+            for key, (one, other) in moves.items()
+            for _ in range(2)
+        ]
+        struck = self.strike_until(place, workers, lambda: self.made(place) == 2 * len(moves))
+        for result in results:
+            result.get(timeout=PATIENCE)
+        assert self.made(place) == 2 * len(moves)
+        names = [*moves, *(f"{key} booked" for key in moves)]
+        found = databases.rows(place.alias, "SELECT name FROM effects")
+        assert sorted(name for (name,) in found) == sorted(names)
+        balances = Counter(dict.fromkeys(ACCOUNTS, 100))
+        for one, other in moves.values():
+            balances.update({one: -1, other: 1})
+        assert dict(databases.rows(place.alias, "SELECT name, balance FROM accounts")) == balances
+        for key in moves:
+            assert place.record(key, "transfer").state is State.COMPLETED
+            assert place.record(key, "book").state is State.COMPLETED
+        assert databases.rows(place.alias, "SELECT * FROM celery_idempotent_outbox") == []
+        assert all(struck.values()), struck
+
+    def made(self, place: Till) -> int:
+        """How many lines there are of moves, and of what follows them."""
+        from django.db import Error
+
+        try:
+            ((count,),) = databases.rows(place.alias, "SELECT count(*) FROM effects")
+        except Error:
+            place.reconnect()
+            return 0
+        return int(count)
+
+    def strike_until(
+        self, place: Till, workers: list[Worker], over: Callable[[], bool]
+    ) -> Counter[str]:
+        """Kill and freeze processes, and end sessions, until it is over; return how often."""
+        struck = Counter(processes=0, workers=0, freezes=0, sessions=0)
+        if place.store.connections.own().vendor == "sqlite":
+            del struck["sessions"]
+        until, frozen = time.monotonic() + 10 * PATIENCE, deque[tuple[float, int]]()
+        while not over():
+            assert time.monotonic() < until, struck
+            (what,) = random.choices([*struck], [1 if each == "workers" else 5 for each in struck])
+            worker = random.choice(workers)
+            pid = random.choice(worker.children() or [0])
+            if what == "sessions":
+                struck[what] += place.end_session()
+            elif what == "workers":
+                worker.kill()
+                worker.start()
+                struck[what] += 1
+            elif pid and what == "processes":
+                worker.kill_child(pid)
+                struck[what] += 1
+            elif pid and len(frozen) < 2:
+                worker.freeze(pid)
+                frozen.append((time.monotonic() + 4, pid))  # twice its lease
+                struck[what] += 1
+            while frozen and frozen[0][0] < time.monotonic():
+                thaw(frozen.popleft()[1])
+            place.ask("celery_idempotent.sweep")  # as beat does
+            time.sleep(random.uniform(0.1, 0.4))
+        for _, pid in frozen:
+            thaw(pid)
+        return struck
+
+
+def thaw(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it was killed meanwhile
+        os.kill(pid, signal.SIGCONT)
