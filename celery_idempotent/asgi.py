@@ -19,12 +19,13 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import to_the_end
 from celery_idempotent.http.middleware import (
+    GivenOptions,
     Middleware,
     Request,
     Response,
@@ -32,6 +33,12 @@ from celery_idempotent.http.middleware import (
     read_header,
     session_scope,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from celery_idempotent.celery.typed import AnyCelery
+    from celery_idempotent.stores import Store
 
 __all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
 
@@ -48,8 +55,16 @@ class IdempotencyMiddleware(Middleware):
     process as there are ``threads``; more of them wait.
     """
 
-    def __init__(self, app: Application, *, threads: int = 100, **options: Any) -> None:
-        super().__init__(app, **options)
+    def __init__(
+        self,
+        app: Application,
+        *,
+        store: Store | str | AnyCelery,
+        scope: Callable[[Request], object],
+        threads: int = 100,
+        **options: Unpack[GivenOptions],
+    ) -> None:
+        super().__init__(app, store=store, scope=scope, **options)
         # Not the loop's own: an endpoint that waits for one of its threads might never get one.
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="idempotency")
 

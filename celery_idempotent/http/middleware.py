@@ -13,9 +13,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 from urllib.parse import parse_qs
 
 from celery import Celery
@@ -31,6 +32,8 @@ from celery_idempotent.protocol.options import accept_if, flag, option, read_opt
 from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.protocol.run import Body
     from celery_idempotent.records import Identity, Stored
@@ -54,6 +57,25 @@ def _methods(value: object) -> tuple[str, ...]:
     if not METHODS.issuperset(found):
         raise ValueError(f"must be some of {', '.join(sorted(METHODS))}")
     return found
+
+
+class GivenOptions(TypedDict, total=False):
+    """The options of the middleware as they are given; the page on HTTP describes them."""
+
+    methods: Iterable[str]
+    paths: Iterable[str]
+    release_large: bool
+    name: str
+    required: bool
+    authorize: RequestFunction
+    fingerprint: RequestFunction
+    lease: float | timedelta
+    retention: float | timedelta
+    wait: float | timedelta
+    unstored: Iterable[int]
+    max_request_bytes: int
+    max_response_bytes: int
+    docs_url: str
 
 
 _caller = accept_if(callable, "must be a function of the request")
@@ -222,7 +244,7 @@ class Middleware:
         *,
         store: Store | str | AnyCelery,
         scope: Callable[[Request], object],
-        **options: object,
+        **options: Unpack[GivenOptions],
     ) -> None:
         where = type(self).__name__
         given = read_options(MiddlewareOptions, [(where, {**options, "scope": scope})])
