@@ -210,7 +210,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     # A host name has no colon but in IPv6. The id after the pid is for machines.
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     holder = f"task {record.task_id}" if record.task_id else "an unknown task"
-    holder += f" on {host}, pid {pid}" if host else ""
+    holder += f" ({host}, pid {pid})" if host else ""
     deadline, until = at(record.deadline_ms), at(record.updated_ms + policy.settled_keep_ms)
     publisher = "the next call" if record.message is None else "a sweep"
     conflict = policy.on_conflict
@@ -233,8 +233,8 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
             error = f" with {type(_load(app, record)).__name__}"
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
-        f"PROCESSING: {holder}, runs it, or died within the last lease.": live,
-        f"stuck PROCESSING: the lease of {holder}, ran out.": stale,
+        f"PROCESSING: {holder} runs it, or died within the last lease.": live,
+        f"stuck PROCESSING: the lease of {holder} ran out.": stale,
         f"INTERRUPTED: {lost}, and nothing runs it now.": interrupted,
         f"FAILED for good{error}: it is not run again.": state is State.FAILED,
         "COMPLETED: another task (self.replace) took over its task id.": record.replaced,
@@ -254,7 +254,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     steps = ", ".join(name for name, _ in record.steps)
     # The headline of a PROCESSING one names its owner.
     named = state is State.PROCESSING or not record.attempts
-    last = "" if named else f"; {holder}, had it last"
+    last = "" if named else f"; {holder} had it last"
     past = {
         f"First claimed or reserved {at(record.created_ms)}.": is_old,
         f"Claims so far: {record.attempts}; lost workers: {record.crashes}.": again,

@@ -12,7 +12,7 @@ from django.core import checks
 from django.test import Client
 
 from celery_idempotent.celery import sweep
-from celery_idempotent.records import Counted
+from celery_idempotent.records import Counted, moment
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, text
 from tests.support.admin import TASK
@@ -118,6 +118,8 @@ def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
     )
     try:
         page = operator.get(OUTBOX)
+        staged = OutboxMessage.objects.using(postgresql).get()
+        assert re.search(rf"Waits since .+ {moment(staged.created_ms).year}, .+ task-1", text(page))
         # Django 4.2 shows nothing for the empty scope, later ones a dash.
         assert re.search("order-1 (- )?2 OperationalError: no broker", text(page))
         assert "<b>mail" not in page.content.decode()

@@ -105,6 +105,7 @@ def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(
         assert problem in text(answer)
     assert entries() == {}
     question = ask(operator, "complete", one="a")
+    assert "Check the outside system first." in text(question)
     assert confirm(operator, question, value='"ch_17"', reason="the bank has it").status_code == 302
     assert app.tasks[TASK].apply(("a",), throw=True).get() == "ch_17"
     assert entries() == {f"{TASK} key a": "Completed. Reason: the bank has it"}
@@ -354,7 +355,7 @@ def test_what_may_happen_twice_takes_a_tick_and_a_reason(
     stale(memory, "s")
     settle(memory, claim(memory, "paid"))
     page = ask(operator, "forget")
-    risk = "1 took effect, 1 may have taken effect, of 2 records: I know that they may be done"
+    risk = "Of 2 records 1 took effect and 1 may have taken effect: I know that they may be done"
     assert risk in text(page)
     for missing in ("again", "reason"):
         assert confirm(operator, page, **{missing: ""}).status_code == 400

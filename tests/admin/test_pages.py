@@ -129,7 +129,7 @@ def test_a_task_id_finds_what_its_task_left_unfinished_or_failed(
     # No store has an index of task ids: the page says so.
     answer = operator.get(LIST, {"key": "id-of-done"})
     assert keys(answer) == set()
-    assert "no index of task ids" in text(answer)
+    assert "a completed one is found by its key" in text(answer)
 
 
 def test_a_record_page_shows_what_the_record_knows(

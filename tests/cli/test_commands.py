@@ -146,7 +146,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
 @pytest.mark.parametrize(
     ("key", "sentences"),
     [
-        ("running", ["is PROCESSING", "on worker-3.example, pid 4711", "Its lease ends"]),
+        ("running", ["is PROCESSING", "(worker-3.example, pid 4711) runs it", "Its lease ends"]),
         ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
         ("crashed", ["its worker was lost", "1 of 3 crashes", "check the outside system first"]),
         ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),

@@ -59,7 +59,7 @@ def histories(
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("busy", ["busy of keyed is PROCESSING: task t-busy on "]),
+        ("busy", ["busy of keyed is PROCESSING: task t-busy ("]),
         ("declined", ["declined of refused is FAILED for good with Refused"]),
         (
             "t-deadly",

@@ -91,8 +91,8 @@ def _shown_again(ran: Sequence[State], of: int) -> str:
         took = "It took effect" if completed else "It may have taken effect"
         return f"{took}: I know that it may be done a second time."
     counts = {"took effect": completed, "may have taken effect": len(ran) - completed}
-    parts = ", ".join(f"{count} {text}" for text, count in counts.items() if count)
-    return f"{parts}, of {of} records: I know that they may be done a second time."
+    parts = " and ".join(f"{count} {text}" for text, count in counts.items() if count)
+    return f"Of {of} records {parts}: I know that they may be done a second time."
 
 
 class OperationForm(forms.Form):

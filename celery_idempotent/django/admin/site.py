@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from django.contrib import admin, messages
@@ -50,9 +51,10 @@ from celery_idempotent.django.admin.forms import FilterForm, OperationForm, has_
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.views import view_namespaces
+from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.http.answers import CONTENT_TYPE, REPLAYED, read_response
-from celery_idempotent.records import Identity, Page, Record, Selection, State, Stored
+from celery_idempotent.records import Identity, Page, Record, Selection, State, Stored, moment
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
 
@@ -121,7 +123,7 @@ class OutcomesAdmin(ReadOnlyAdmin):
 class OutboxAdmin(ReadOnlyAdmin):
     """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
 
-    list_display = ("task", "task_id", "key", "scope", "attempts", "error")
+    list_display = ("task", "waits_since", "task_id", "key", "scope", "attempts", "error")
     list_display_links = None
     ordering = ("id",)
     show_full_result_count = False
@@ -133,6 +135,11 @@ class OutboxAdmin(ReadOnlyAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
         """Return the messages of the store's database."""
         return super().get_queryset(request).using(_outbox_alias())
+
+    @admin.display(ordering="id")
+    def waits_since(self, message: OutboxMessage) -> datetime:
+        """Return when it was staged."""
+        return moment(message.created_ms)
 
 
 class Row(NamedTuple):
@@ -263,6 +270,9 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "more": more,
             "tasks": tasks[:_SUGGESTED],
             "started": bool(request.GET.get("cursor")),
+            "story": tell_absence(chosen["key"])
+            if [*chosen] == ["key"] and not (rows or more)
+            else None,
             "restart": "?" + urlencode(chosen),
             "filtered": bool(chosen),
         }
@@ -387,10 +397,14 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         apply, held, skip = ([row for row in rows if row.verdict == each] for each in _VERDICTS)
         if len(rows) == len(skip) == 1:
             return _back_with(request, back, f"Nothing was done. {rows[0].text}")
+        effect = OPERATIONS[operation].effect
+        if len(rows) == len(apply) == 1:
+            told = tell_story(app, get_store(app), apply[0].record, errors=False)
+            effect = told.choices.get(operation, effect)  # with the risk of this record
         context = {
             "title": f"{operation.capitalize()}: are you sure?",
             "operation": operation,
-            "effect": OPERATIONS[operation].effect,
+            "effect": effect,
             "back": back,
             "rows": [*apply, *held, *skip],
             "doing": len(apply),
