@@ -132,7 +132,9 @@ def _sections() -> list[tuple[str, list[str]]]:
     """Return the parts of the table of contents, each with its pages in order."""
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     found = re.findall(r"^:caption: (.+)\n(?::.*\n)*\n((?:[\w/-]+\n)+)", index, re.MULTILINE)
-    return [(caption, pages.split()) for caption, pages in found]
+    inner = (DOCS / "internals.md").read_text(encoding="utf-8")
+    more = re.findall(r"^:hidden:\n\n((?:[\w/-]+\n)+)", inner, re.MULTILINE)
+    return [(caption, pages.split()) for caption, pages in [*found, ("Internals", *more)]]
 
 
 def _summary(page: str) -> tuple[str, str]:
