@@ -5,7 +5,6 @@ Each is done in the environment of the tests, and once more (``wide``) in a clea
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import re
@@ -190,6 +189,14 @@ def test_an_api_charges_once(begin: Begin) -> None:
     wait_for(lambda: look() == 200, 60, "the second charge")
     assert newcomer.run("cat") == newcomer.told("cat") + "order-18 1999\n"
 
+    third = free_port()
+    serve = f"import uvicorn; uvicorn.run('refunds:api', port={third})"
+    newcomer.start_program(serve).says("Uvicorn running")
+    once, again = (send(third, "POST", "/refunds?order_id=order-17", "click-4") for _ in range(2))
+    assert (once.status, again.status) == (200, 200)
+    assert again.headers["Idempotent-Replayed"] == "true"
+    assert again.read() == once.read()
+
 
 def ask(
     port: int,
@@ -200,17 +207,21 @@ def ask(
     order_id: str = "order-17",
     cents: int = 1999,
 ) -> int:
-    """Ask an API of the page; return the status of its answer."""
+    """Ask an API of the page for a charge; return the status of its answer."""
+    path = "/charges" if method == "POST" else f"/charges/status?key={key}"
+    order = {"order_id": order_id, "cents": cents}
+    return send(port, method, path, key, order, caller=caller).status
+
+
+def send(
+    port: int, method: str, path: str, key: str, body: object = None, *, caller: str = "ann"
+) -> http.client.HTTPResponse:
+    """Send a request to an API of the page."""
     connection = http.client.HTTPConnection("localhost", port, timeout=30)
-    with contextlib.closing(connection):
-        connection.request(
-            method,
-            "/charges" if method == "POST" else f"/charges/status?key={key}",
-            json.dumps({"order_id": order_id, "cents": cents}),
-            {
-                "Authorization": f"Bearer secret-of-{caller}",
-                "Content-Type": "application/json",
-                "Idempotency-Key": key,
-            },
-        )
-        return connection.getresponse().status
+    headers = {
+        "Authorization": f"Bearer secret-of-{caller}",
+        "Content-Type": "application/json",
+        "Idempotency-Key": key,
+    }
+    connection.request(method, path, json.dumps(body), {**headers, "Connection": "close"})
+    return connection.getresponse()
