@@ -129,7 +129,11 @@ class AsgiClient(Client):
     def _ask(
         self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
     ) -> Answer:
-        scope = {
+        scope = self.scope(method, path, query, headers)
+        return asyncio.run(self.serve(scope, [body[:5], body[5:]]))
+
+    def scope(self, method: str, path: str, query: str, headers: dict[str, str]) -> dict[str, Any]:
+        return {
             "type": "http",
             "method": method,
             "path": path,
@@ -137,7 +141,6 @@ class AsgiClient(Client):
             "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items()],
             "extensions": {"http.response.trailers": {}, "http.response.pathsend": {}, "tls": {}},
         }
-        return asyncio.run(self.serve(scope, [body[:5], body[5:]]))
 
     async def serve(self, scope: Any, parts: list[bytes]) -> Answer:
         told: list[Any] = []
