@@ -27,7 +27,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel demo serve bench clean
+.PHONY: help test test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel dist demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,14 @@ wheel: $(VENV)/.dev  ## build the wheel of what changed and install it in .venv:
 	@{ [ -e $(VENV)/.wheel ] && [ -z "$$(find $(PACKAGED) -newer $(VENV)/.wheel)" ]; } || { \
 	    $(build-wheel) && $(PIP) install --quiet --no-deps --force-reinstall dist/*.whl && touch $(VENV)/.wheel; }
 
+# With the time of the last commit on every file, a build of it is the same everywhere, byte for byte.
+dist: $(VENV)/.release  ## sdist and wheel for the package index, checked: dist/
+	@rm -rf build dist *.egg-info
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --outdir dist . > $(VENV)/dist.log \
+	    || { cat $(VENV)/dist.log; exit 1; }
+	@rm -rf build *.egg-info
+	@$(BIN)/twine check --strict dist/*
+
 demo: $(VENV)/.demo  ## the demonstration: make demo STORE=django EVENTS=path
 	@$(if $(EVENTS),EVENTS="$(EVENTS)") $(if $(STORE),STORE="$(STORE)") $(BIN)/python -m testproject.demo $(ARGS)
 
@@ -132,7 +140,7 @@ $(VENV)/.created:
 	@touch $@
 
 # The stamps: a second run installs nothing, a changed requirement does. A file is compiled when it is imported: most never are.
-$(VENV)/.dev $(VENV)/.demo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
+$(VENV)/.dev $(VENV)/.demo $(VENV)/.bench $(VENV)/.release: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
 	@$(build-wheel) && $(PIP) uninstall -qqq --yes celery-idempotent && touch $(VENV)/.wheel
 	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[hiredis,opentelemetry,prometheus,rest]" --group $*
 	@touch $@

@@ -104,7 +104,7 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
 
 
 @pytest.mark.wide
-def test_the_source_distribution_has_all_that_its_tests_read(tmp_path):
+def test_the_source_distribution_has_all_that_its_tests_read_and_is_the_same_every_time(tmp_path):
     pytest.importorskip("setuptools")
     names = ["celery_idempotent", "docs", "tests", "testproject", "benchmarks"]
     for name in names:
@@ -116,16 +116,24 @@ def test_the_source_distribution_has_all_that_its_tests_read(tmp_path):
     (tmp_path / "build.py").write_text(
         "from setuptools import build_meta; print(build_meta.build_sdist('out'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "build.py"],
-        cwd=tmp_path,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+
+    def build():
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "build.py"],
+            cwd=tmp_path,
+            env=child_environment({"SOURCE_DATE_EPOCH": 1_700_000_000}),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return tmp_path / "out" / done.stdout.splitlines()[-1]
+
+    first = build().read_bytes()
+    for path in tmp_path.rglob("*.py"):
+        os.utime(path, (1, 1))
+    archive = build()
+    assert archive.read_bytes() == first
     (tmp_path / "build.py").unlink()
-    archive = tmp_path / "out" / done.stdout.splitlines()[-1]
     with tarfile.open(archive) as found:
         there = {name.partition("/")[2] for name in found.getnames()}
     made = {"out", "celery_idempotent.egg-info", "build"}
