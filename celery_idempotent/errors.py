@@ -56,7 +56,7 @@ class LeaseLost(IdempotencyError):
 
 
 class TooManyCrashes(IdempotencyError):
-    """The task took its worker down too often and is not run again."""
+    """The task crashed its worker too often and is not run again."""
 
     def __init__(self, message: str | None = None, crashes: int | None = None) -> None:
         super().__init__(message, crashes)

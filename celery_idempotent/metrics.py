@@ -58,7 +58,7 @@ def install(registry: CollectorRegistry = REGISTRY) -> None:
 def _count_outcomes(registry: CollectorRegistry) -> None:
     counter = Counter(
         "celery_idempotency_outcomes",
-        "What became of a task, a request or a record. observed=true: what would have happened, in mode observe.",
+        "Outcomes of tasks, requests and records; observed=true: what would have happened, in mode observe.",
         ("task", "outcome", "state", "error", "observed"),
         registry=registry,
     )

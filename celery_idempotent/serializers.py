@@ -75,7 +75,7 @@ class Serializer:
             elif content_type != JSON or b'"__type__"' in body:
                 _loads(body, content_type, content_encoding, accept=self._accepted)
         except Exception:  # noqa: BLE001  unpickling runs any code
-            problem = f"cannot be written as {self.name}, or not be read again"
+            problem = f"cannot be written as {self.name} and read again"
         if problem:
             raise NotStored(f"a {type(value).__qualname__} {problem}")
         return Stored(content_type=content_type, content_encoding=content_encoding, body=body)

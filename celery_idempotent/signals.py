@@ -101,7 +101,7 @@ _HOLDER = (
     "task {record.owner}, which claimed {event.identity} at {record.created_at:%Y-%m-%d %H:%M:%S} UTC and is "
     "{record.state.value}"
 )
-_LOST = "{event.identity} was claimed anew while task {event.task_id} (token {record.token}) ran: its result"
+_LOST = "{event.identity} was claimed again while task {event.task_id} (token {record.token}) ran: its result"
 
 reserved = OutcomeSignal("reserved", "{event.identity} is reserved for " + _TASK)
 claimed = OutcomeSignal("claimed", _TASK + " runs {event.identity}")

@@ -44,7 +44,7 @@ class Finding:
 _TEXTS: Final = """
 E001 No worker starts: {error}
      Correct the option that it names; for any other error, import the app's tasks in a shell.
-W002 Tasks are acknowledged before they run, and so lost with a worker that dies: {tasks}.
+W002 Tasks are acknowledged before they run, so a worker that dies loses them: {tasks}.
      Leave acks_late to IdempotentTask, which sets it, or set it to True.
 W003 No sweep is scheduled: claims of dead workers stay PROCESSING, and idempotency_on_stale does nothing.
      Set idempotency_sweep_interval, or run the task celery_idempotent.sweep every half minute.
@@ -62,7 +62,7 @@ W009 {server.kind} writes nothing to disk: after a restart, completed operations
      Set appendonly yes, with appendfsync everysec or always.
 W020 Tasks wait for a silent server for minutes, or forever: {store!r} sets no {missing}.
      Set them in the OPTIONS of that database, as docs/exactly-once.md says.
-W023 A fanout exchange gives each message to many workers, and with a key only one of them runs it: {tasks}.
+W023 A fanout exchange gives each message to many workers, but only one of them runs a task with a key: {tasks}.
      Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker should run it.
 W024 django-tenants is installed, and all tenants share the keys of these tasks: {tasks}.
      Set idempotency_scope so that it names the tenant, as docs/recipes.md says.

@@ -104,7 +104,7 @@ class TaskCodec:
                 if isinstance(error, Exception) and kind == first:
                     return error
                 reason = f"is a {first}, which cannot be raised again"
-        return ResultUnavailable(f"{self._task} failed for good, and its exception {reason}.")
+        return ResultUnavailable(f"{self._task} failed permanently, and its exception {reason}.")
 
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize a message that a sweep may publish again; ``None`` if that fails."""

@@ -171,7 +171,7 @@ def operate(
         ValueError: for a value with an operation that takes none, or no value to complete with.
     """
     if (request.operation == "complete") is (request.value is None):
-        raise ValueError("complete takes a value, and nothing else does")
+        raise ValueError("complete needs a value, and no other operation takes one")
     store, meaning = get_store(app), OPERATIONS[request.operation]
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):

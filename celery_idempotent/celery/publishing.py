@@ -196,7 +196,7 @@ def absolute(options: Mapping[str, object], *, task: str) -> Options:
     kept: Options = dict(options)
     if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
         raise IdempotencyError(
-            f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
+            f"A call of {task} cannot be staged with {', '.join(found)}: the sender has its own connection."
         )
     now = datetime.now(timezone.utc)
     if countdown := kept.pop("countdown", None):

@@ -175,11 +175,11 @@ def tell_absence(what: str) -> Story:
         past=(
             "It was never called, or its message is still in the queue: a run claims its key when it starts.",
             "It was called under another key or in another scope.",
-            "Its run failed, and gave the key back: a retry or the next call runs.",
+            "Its run failed, and released the key: a retry or the next call runs.",
             "It was done longer ago than its retention: the next call runs.",
             "An operator released or forgot it: the next call runs.",
             "The store lost it (a flush, an eviction, a restart without persistence): run the checks.",
-            "A task id finds unfinished and failed records alone: a completed one is found by its key.",
+            "A task id finds only unfinished and failed records: a completed one is found by its key.",
         ),
     )
 
@@ -236,7 +236,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         f"PROCESSING: {holder} runs it, or died within the last lease.": live,
         f"stuck PROCESSING: the lease of {holder} ran out.": stale,
         f"INTERRUPTED: {lost}, and nothing runs it now.": interrupted,
-        f"FAILED for good{error}: it is not run again.": state is State.FAILED,
+        f"FAILED permanently{error}: it is not run again.": state is State.FAILED,
         "COMPLETED: another task (self.replace) took over its task id.": record.replaced,
         "COMPLETED: an operator completed it with a value.": record.settled_by_operator,
         "COMPLETED: it took effect, and is not run again.": known,

@@ -219,18 +219,27 @@ def _user() -> str:
 
 
 _REQUEST = [
-    Option(["--reason"], default="", metavar="TEXT", help="Why: for log, event and record."),
-    Option(["--who"], default=_user, metavar="NAME", help="Who. Default: this machine's account."),
-    Option(["--force"], is_flag=True, help="Also where the owner is live; takes a --reason."),
+    Option(["--reason"], default="", metavar="TEXT", help="The reason, for log, event and record."),
+    Option(
+        ["--who"],
+        default=_user,
+        metavar="NAME",
+        help="Who does it. Default: this machine's account.",
+    ),
+    Option(
+        ["--force"], is_flag=True, help="Also change records with a live owner; needs a --reason."
+    ),
     Option(["--yes", "-y"], is_flag=True, help="Do not ask."),
 ]
 
 _ON_MANY = [
     Argument(["one"], required=False, metavar="[KEY]"),
-    Option(["--all", "every"], is_flag=True, help="All that are selected, not one KEY."),
+    Option(
+        ["--all", "every"], is_flag=True, help="Change all selected records instead of one KEY."
+    ),
     *session.MANY,
-    session.number("limit", 1000, "With --all: at most this many.", most=100_000),
-    Option(["--dry-run"], is_flag=True, help="With --all: say what would be done."),
+    session.number("limit", 1000, "With --all: change at most this many.", most=100_000),
+    Option(["--dry-run"], is_flag=True, help="With --all: only say what would be done."),
     *_REQUEST,
 ]
 

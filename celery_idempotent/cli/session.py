@@ -45,7 +45,7 @@ def command(
 ) -> Callable[[Callable[..., None]], None]:
     """Make a command of a function of the app that ``-A`` names; ``text``: its help, by default the docstring."""
     shown = "".join(f"\n  celery -A proj idempotency {each}" for each in examples)
-    as_json = Option(["--json", "as_json"], is_flag=True, help="One JSON object a line.")
+    as_json = Option(["--json", "as_json"], is_flag=True, help="Print one JSON object per line.")
 
     def decorate(function: Callable[..., None]) -> None:
         @click.pass_context

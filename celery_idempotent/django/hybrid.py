@@ -112,7 +112,7 @@ class Cache:
             answers = exchange(self._link, commands)
         except (StoreUnavailable, StoreMisconfigured) as error:
             if not self.away_until:
-                logger.warning("idempotency: going without the cache for now: %s", error)
+                logger.warning("idempotency: the cache is not used for now: %s", error)
             self.away_until = time.monotonic() + _PAUSE
             if must:
                 raise

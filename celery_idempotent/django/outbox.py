@@ -124,8 +124,8 @@ def stage(
     swept = get_store(task.app).outbox_alias
     if swept != using:
         raise StoreMisconfigured(
-            f"Messages staged in the database {using!r} are swept where idempotency_store is django://{using} or a "
-            f"hybrid of it; here {'no outbox is' if swept is None else f'that of {swept!r} is'}."
+            f"Messages staged in the database {using!r} are sent only if idempotency_store is django://{using} or a "
+            f"hybrid of it; here {'there is no outbox' if swept is None else f'it is that of {swept!r}'}."
         )
     options = dict(options or {})
     leader = _leader(task)

@@ -27,8 +27,8 @@ def user_scope(user: object) -> tuple[object, ...]:
         kind, pk = (_name_of_model(user),), getattr(user, "pk", None)
     if pk is None or pk == "":
         raise InvalidKey(
-            "This user has no primary key: one scope for all such users would hand one the answers of another. "
-            "Save it, or give a scope."
+            "This user has no primary key, and a scope that all such users share would mix their results. "
+            "Save the user, or give a scope."
         )
     usable = isinstance(pk, (int, str, uuid.UUID)) and not isinstance(pk, bool)
     return (*tenant_scope(), "user", *kind, pk if usable else str(pk))

@@ -114,8 +114,8 @@ class DjangoStore(Store):
         self.safe_beside_forks = own is None or own.vendor != "sqlite"
         if own is not None and not own.settings_dict["AUTOCOMMIT"]:
             raise InvalidOption(
-                f"the idempotency store's database {alias!r} has AUTOCOMMIT = False, and what is not committed guards "
-                "nothing: leave AUTOCOMMIT on, and use transaction.atomic(), or name another database."
+                f"the idempotency store's database {alias!r} has AUTOCOMMIT = False, but a record guards nothing until "
+                "it is committed: leave AUTOCOMMIT on, and use transaction.atomic(), or name another database."
             )
 
     def __repr__(self) -> str:

@@ -25,8 +25,8 @@ def refuse_tenant_tables() -> None:
         return
     if not _has_app(shared) or _has_app(tenants):
         raise ImproperlyConfigured(
-            f"{APP} is to be in SHARED_APPS and not in TENANT_APPS: claims, renewals and sweeps use one schema, and a "
-            "second set of its tables would hide the first. Tenants are told apart by idempotency_scope."
+            f"{APP} must be in SHARED_APPS and not in TENANT_APPS: claims, renewals and sweeps use one schema, and a "
+            "second set of its tables would hide the first. The idempotency_scope separates tenants."
         )
 
 

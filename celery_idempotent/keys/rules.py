@@ -64,7 +64,7 @@ def _text(value: object, *, nested: bool = False) -> str:
         value = str(value)
     if isinstance(value, str):
         if not value.isprintable():
-            raise ValueError("has characters that do not print")
+            raise ValueError("has characters that are not printable")
         plain = str.__str__(value)
         return encode_basestring(plain) if nested or _MISTAKABLE.match(plain) else plain
     if isinstance(value, int) and not isinstance(value, bool):

@@ -44,8 +44,8 @@ def transactional(store: Store, task: str) -> Store:
     if store.supports_transactions:
         return store
     raise StoreMisconfigured(
-        f"Task {task} is atomic (idempotency_atomic), and {type(store).__name__} has no transactions that it could "
-        "be part of: set idempotency_store to the database that the task writes to, django:// or hybrid+redis://…"
+        f"Task {task} is atomic (idempotency_atomic), but {type(store).__name__} has no transactions: set "
+        "idempotency_store to the database that the task writes to, django:// or hybrid+redis://…"
     )
 
 

@@ -248,7 +248,7 @@ def refuse_unfinished(run: Run, value: Any) -> None:
         value.close()
         raise errors.IdempotencyError(
             f"{run.name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. "
-            "A task runs what it has to do before it returns, by asyncio.run(…) for example."
+            "Run it inside the task, for example by asyncio.run(…)."
         )
 
 
@@ -342,8 +342,8 @@ def _refuse_poison(run: Run, record: Record) -> bool:
     if policy.on_stale == "fail":
         error = errors.ProcessingTimedOut(
             f"{run.name} was not run again: the last run of {run.identity} did not come back, and "
-            'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then complete '
-            "the key, or forget it."
+            'idempotency_on_stale="fail" leaves it to a person. Find out what it did, then complete the key, '
+            "or forget it."
         )
     elif crashes > policy.max_crashes:
         error = errors.TooManyCrashes(

@@ -94,7 +94,7 @@ def _store_of(app: Celery) -> Store:
         return open_store("memory://")
     raise InvalidOption(
         "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
-        " nor the broker is a Redis that could keep the idempotency records"
+        " nor the broker is a Redis, where records would be by default"
     )
 
 
@@ -123,7 +123,7 @@ def _from_broker(app: Celery) -> Store:
     if len(client.alt) > 1:
         raise InvalidOption(
             "broker_url fails over from one server to another, but records do not: set idempotency_store"
-            " to the Redis that is to keep them"
+            " to the Redis that keeps them"
         )
     given = {"host": client.hostname, "port": client.port}
     given |= {"username": client.userid, "password": client.password}

@@ -166,7 +166,7 @@ def lose_worker(
     with _stage(task) as let_leases_end:
         message = message_of(task, args, kwargs)
         if _run_and_kill(task, message, kill=kill).delivery is not None:
-            raise AssertionError(f"{task.name} ended and never came to {at!r}")
+            raise AssertionError(f"{task.name} ended without reaching {at!r}")
         let_leases_end()
         ended = _run_and_kill(task, message, redelivered=True)
     if ended.delivery is None:

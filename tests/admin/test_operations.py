@@ -316,8 +316,8 @@ MARKS = [f'1 FAILED ["t","","{n}"]' for n in range(51)]
         ({}, "No action selected"),
         ({"operation": "explode"}, "No action selected"),
         ({"operation": "release"}, "No record selected"),
-        ({"operation": "forget", "record": MARKS}, "Select 50 records at most"),
-        ({"operation": "complete", "record": MARKS[:2]}, "Select 1 records at most"),
+        ({"operation": "forget", "record": MARKS}, "Select at most 50 records"),
+        ({"operation": "complete", "record": MARKS[:2]}, "Select at most 1 records"),
     ],
 )
 def test_a_choice_that_means_nothing_leads_back_to_the_list(

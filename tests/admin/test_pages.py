@@ -413,7 +413,7 @@ def test_the_story_does_not_name_the_error_to_those_who_may_not_see_it(memory, s
     serve(memory)
     settle(memory, claim(memory, "order-1"), State.FAILED, DECLINED)
     page = text(log_in("view_idempotencyrecord").get(address("order-1")))
-    assert "is FAILED for good" in page
+    assert "is FAILED permanently" in page
     assert "Declined" not in page
 
 

@@ -66,10 +66,10 @@ def test_the_answer_of_a_view_is_shown_as_it_was_sent(
 @pytest.mark.parametrize(
     ("kept", "said"),
     [
-        (response(b"\xff\xd8\xff", headers="Content-Type: image/jpeg"), "(3 bytes that are"),
+        (response(b"\xff\xd8\xff", headers="Content-Type: image/jpeg"), "(3 bytes, not text"),
         (
             response(b"\x1f\x8b\x08", headers="Content-Type: text/plain\r\nContent-Encoding: gzip"),
-            "(3 bytes that are no text)",
+            "(3 bytes, not text)",
         ),
         (response(b"x", headers="Content-Type: text/plain; charset=no-such"), "(1 bytes"),
         (response(b"", headers="Idempotent-Body-Not-Kept: it is streamed"), "it is streamed"),

@@ -152,7 +152,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
         ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),
         (
             "declined",
-            ["FAILED for good with CardDeclined", "gets this error", "  - forget deletes"],
+            ["FAILED permanently with CardDeclined", "gets this error", "  - forget deletes"],
         ),
         ("queued", ["no worker has it yet", "a worker listens", "the next call publishes"]),
     ],

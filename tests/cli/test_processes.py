@@ -60,7 +60,7 @@ def histories(
     ("asked", "told"),
     [
         ("busy", ["busy of keyed is PROCESSING: task t-busy ("]),
-        ("declined", ["declined of refused is FAILED for good with Refused"]),
+        ("declined", ["declined of refused is FAILED permanently with Refused"]),
         (
             "t-deadly",
             ["deadly of killing", "TooManyCrashes", "Claims so far: 5; lost workers: 4"],

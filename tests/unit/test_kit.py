@@ -219,5 +219,5 @@ class TestLostWorkers:
         assert bank.charges("o1") == charges
 
     def test_a_line_that_is_never_reached_is_a_mistake(self, task, bank):
-        with pytest.raises(AssertionError, match="never came to 1"):
+        with pytest.raises(AssertionError, match="ended without reaching 1"):
             lose_worker(task(careless(bank)), "o1", at=1)

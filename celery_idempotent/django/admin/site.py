@@ -251,7 +251,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             try:
                 page = _list(app, form, tasks)
             except ValueError:
-                form.add_error(None, "This place in the list is of another list: start again.")
+                form.add_error(None, "This page belongs to another list: start at the first page.")
         if page is not None:
             errors = self._may(request, "view_result")
             rows = [
@@ -369,7 +369,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return _back_with(request, back, "No record selected. Nothing was done.")
         most = PER_PAGE if operation in ON_MANY else 1
         if len(marks) + len(live) > most:
-            return _back_with(request, back, f"Select {most} records at most.")
+            return _back_with(request, back, f"Select at most {most} records.")
         if not post.get("confirmed"):
             return self._question(request, operation, marks, back)
         form = _form(operation, marks, live, request)
@@ -446,7 +446,7 @@ def _read_marks(texts: Iterable[str]) -> list[Record]:
             seen = Record(identity=audit.parse(name), created_ms=0, updated_ms=0, **about)
             found[seen.identity] = seen
     except ValueError as error:
-        raise BadRequest("This is no record of the list.") from error
+        raise BadRequest("This record is not in the list.") from error
     return list(found.values())
 
 
@@ -554,7 +554,7 @@ def _read_response(stored: Stored) -> str:
     """Return the answer of a view, its body if that is a text."""
     response = response_of(read_response(stored))
     del response[REPLAYED]
-    body = f"({len(response.content):,} bytes that are no text)"
+    body = f"({len(response.content):,} bytes, not text)"
     if "Content-Encoding" not in response:
         with contextlib.suppress(UnicodeDecodeError, LookupError):
             body = response.content.decode(response.charset)

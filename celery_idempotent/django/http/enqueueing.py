@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @async_unsafe(
-    "enqueue() asks the store and the broker, and would stop the event loop meanwhile: in a coroutine, "
+    "enqueue() waits for the store and the broker, which would block the event loop: in a coroutine, use "
     "`await aenqueue(...)`."
 )
 def enqueue(

@@ -74,7 +74,7 @@ def session_scope(request: HttpRequest) -> tuple[object, ...]:
     key = session and session.session_key
     # Signed cookies keep no session: their "key" is all its content, and changes with it.
     if not key or not session.exists(key):
-        raise RequestRefused("caller_unknown", "There is no session to know the caller by.")
+        raise RequestRefused("caller_unknown", "There is no session that identifies the caller.")
     # A digest: who reads records must not be able to take over sessions.
     return (*tenant_scope(), "session", hashlib.sha256(key.encode()).hexdigest())
 
@@ -86,7 +86,7 @@ def _scope_of_user(request: HttpRequest) -> tuple[object, ...] | None:
     try:
         return user_scope(user)
     except InvalidKey:
-        raise RequestRefused("caller_unknown", "The user has no identity of its own.") from None
+        raise RequestRefused("caller_unknown", "The user has no primary key.") from None
 
 
 # -- the body ----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _read(request: Any) -> int:
 
 
 def _too_large() -> RequestRefused:
-    return RequestRefused("request_too_large", "It is larger than this service reads.")
+    return RequestRefused("request_too_large", "It is larger than this service accepts.")
 
 
 # -- the fingerprint ---------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _body_form(request: HttpRequest) -> str:
             fields, files = MultiPartParser(request.META, body, handlers, request.encoding).parse()
     except (MultiPartParserError, UnicodeError, LookupError) as error:
         # The last: a charset that is none, or that Python knows for other ends, as base64.
-        raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
+        raise RequestRefused("body_unreadable", "Its form data is malformed.") from error
     hashed = {name: [_file_form(file) for file in many] for name, many in files.lists()}
     return f"multipart {form(dict(fields.lists()))} {form(hashed)}"
 

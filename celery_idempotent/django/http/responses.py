@@ -52,7 +52,7 @@ def returned_response(returned: object, name: str) -> HttpResponseBase:
     if inspect.iscoroutine(returned):
         returned.close()
     raise ImproperlyConfigured(
-        f"{name} returned a value of type {type_name(returned)}, and @idempotent_view stores responses. Decorate what "
-        "makes the response: a coroutine function instead of what calls it (post() instead of dispatch()), in Django "
-        "Ninja the operation: @decorate_view(idempotent_view(...)), below @api.post."
+        f"{name} returned a value of type {type_name(returned)}, not a response. Decorate the function that makes the "
+        "response: the coroutine function (post(), not dispatch(), which calls it), or in Django Ninja the operation: "
+        "@decorate_view(idempotent_view(...)), below @api.post."
     )

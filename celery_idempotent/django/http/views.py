@@ -88,7 +88,7 @@ def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object
 def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) -> ViewFunction:
     if isinstance(view, type) or hasattr(getattr(view, "cls", None), "initialize_request"):
         raise InvalidOption(
-            f"{view.__qualname__} is a class, or a view of Django REST framework, which knows its caller only inside: "
+            f"{view.__qualname__} is a class, or a view of Django REST framework, which finds its caller only inside: "
             'decorate its handler (with @method_decorator(..., name="post") on the class), or below @api_view.'
         )
     decorated = _DecoratedView(view, given, guards=guards)

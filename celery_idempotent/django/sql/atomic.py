@@ -76,10 +76,10 @@ class TransactionEnded(StoreMisconfigured):
 
     def __init__(self) -> None:
         super().__init__(
-            "the transaction of an idempotency_atomic task is over or broken before its time. The task committed it,"
+            "the transaction of an idempotency_atomic task ended or failed before the task did. The task committed it,"
             " rolled it back or marked it for that, perhaps by a statement that commits implicitly; closed its"
-            " connection (close_old_connections()); or went on after a database error. Leave its end alone, and put a"
-            " statement that may fail in a transaction.atomic() of its own, with the error caught around that"
+            " connection (close_old_connections()); or continued after a database error. Do not end it in the task, and"
+            " put a statement that may fail inside transaction.atomic(), with the error caught outside of that block"
         )
 
 
@@ -197,7 +197,7 @@ class ClaimTransaction:
                 raise
             raise IdempotencyError(
                 "a step of an idempotency_atomic task may not write to the database of its transaction: it is not done"
-                " again, so a rollback of the task would undo the write for good. Write outside of the step"
+                " again, so a rollback of the task would lose the write. Write outside of the step"
             ) from error
         finally:
             if self._own.connection is not None:
@@ -426,7 +426,7 @@ def _call_hook(function: Callable[[], object], identity: Identity) -> None:
         while isinstance(function, partial):
             function = function.func
         logger.exception(
-            "idempotency: %s is committed, but a function that waited for that failed: %s",
+            "idempotency: %s is committed, but an on_commit function failed: %s",
             identity.namespace,
             getattr(function, "__qualname__", type(function).__qualname__),
             extra={"idempotency_outcome": "on_commit_failed", "idempotency_key": identity.key},

@@ -202,8 +202,8 @@ class Connections:
             return connections[self.alias]
         except ConnectionDoesNotExist:
             raise StoreMisconfigured(
-                f"there is no database {self.alias!r} in DATABASES: name one that there is in the"
-                " store's URL, as in django://default"
+                f"there is no database {self.alias!r} in DATABASES: give the store's URL one of"
+                " these, as in django://default"
             ) from None
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
@@ -224,7 +224,7 @@ class Connections:
         """Return our error for what the database raised: by whether trying again may help."""
         where, what = f"the database {self.alias!r}", error and kind(error, self.own().vendor)
         if error is None or what == "duplicate":
-            return StoreUnavailable(f"{where}: too many others wrote the same record")
+            return StoreUnavailable(f"{where}: other writers changed the same record too often")
         # Never the text of an error about data: it quotes the data, which may be secret.
         if what == "misconfigured":
             hint = "its log says why"
