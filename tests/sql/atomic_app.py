@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -182,6 +183,7 @@ def transfer(self: Any, key: str, accounts: dict[str, int]) -> None:
                 "UPDATE accounts SET balance = balance + %s WHERE name = %s", (coins, name)
             )
     write("effects", key, self.idempotency.token)
+    time.sleep(random.random() / 10)  # to be struck here
     book.delay_on_commit(key)
 
 
