@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("django")
 
-from django.db import connections
-
+from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.protocol.shield import VerbInterruptedError
 from celery_idempotent.records import Claimed
@@ -24,17 +23,16 @@ def test_the_connection_of_an_interrupted_claim_is_not_used_again(
 ):
     store = open_store(vendor)
     store.get(KEY)  # connects
-    kind = type(connections[store.alias])
-    real = kind.create_cursor
+    real = Session.rows
     struck: list[tuple[Any, object]] = []
 
-    def strike(self: Any, *args: Any, **kwargs: Any) -> Any:
-        real(self, *args, **kwargs)
+    def strike(self: Session, *args: Any) -> Any:
+        real(self, *args)
         monkeypatch.undo()
-        struck.append((self, self.connection))
+        struck.append((self.connection, self.connection.connection))
         raise VerbInterruptedError
 
-    monkeypatch.setattr(kind, "create_cursor", strike)
+    monkeypatch.setattr(Session, "rows", strike)
     with pytest.raises(VerbInterruptedError):
         claim(store, attempt=b"12345678")
     ((wrapper, used),) = struck

@@ -72,14 +72,23 @@ class _Changed(Exception):
 
 
 class Session:
-    """One connection for the length of one verb."""
+    """One connection for the length of one verb.
+
+    ``direct``: by psycopg's cursor, as Django's takes longer, and has no statement prepared; with ``prepare`` each is
+    prepared at once.
+    """
 
     def __init__(
-        self, connection: BaseDatabaseWrapper, dialect: Dialect, *, prepare: bool = False
+        self,
+        connection: BaseDatabaseWrapper,
+        dialect: Dialect,
+        *,
+        direct: bool = False,
+        prepare: bool | None = None,
     ) -> None:
         self.connection = connection
         self.dialect = dialect
-        self._prepare = prepare
+        self._direct, self._prepare = direct, prepare
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
@@ -94,20 +103,19 @@ class Session:
 
     @contextlib.contextmanager
     def _executed(self, sql: str, params: Sequence[Any]) -> Iterator[Any]:
-        if not self._prepare:
+        if not self._direct:
             with self.connection.cursor() as cursor:
                 cursor.execute(sql, params)
                 yield cursor
             return
         from psycopg import Cursor
 
-        # Not by Django's cursor, which has none prepared: planning takes the server longer than executing it.
         with self.connection.wrap_database_errors:
             raw: Any = self.connection.connection
-            if raw.prepare_threshold is None:
+            if self._prepare and raw.prepare_threshold is None:
                 raw.prepare_threshold = _NEVER
             with Cursor(raw) as cursor:
-                yield cursor.execute(sql, params, prepare=True)
+                yield cursor.execute(sql, params, prepare=self._prepare)
 
     def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
@@ -208,11 +216,11 @@ class Connections:
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
-    def session_of(self, connection: BaseDatabaseWrapper, *, prepare: bool = False) -> Session:
-        """Return the session of a connection to this database; ``prepare`` each of its statements at once."""
+    def session_of(self, connection: BaseDatabaseWrapper, **options: bool) -> Session:
+        """Return the session of a connection to this database; ``options`` as for a :class:`Session`."""
         if self._dialect is None:
             self._dialect = dialect_of(connection.vendor)
-        return Session(connection, self._dialect, prepare=prepare)
+        return Session(connection, self._dialect, **options)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -248,7 +256,7 @@ class Connections:
             yield self.session_of(own)
         else:
             with self._lent() as connection:
-                yield self.session_of(connection)
+                yield self.session_of(connection, direct=_is_psycopg_3(connection))
 
     @contextlib.contextmanager
     def _lent(self) -> Iterator[BaseDatabaseWrapper]:
@@ -297,11 +305,10 @@ class Connections:
         settings = connection.settings_dict
         left_out = ("pool", "server_side_binding", "isolation_level", "prepare_threshold")
         options = {name: each for name, each in settings["OPTIONS"].items() if name not in left_out}
-        if connection.vendor == "postgresql" and _PSYCOPG_3:
-            options["server_side_binding"] = True
         if connection.vendor == "mysql":
-            # Never READ UNCOMMITTED: what is not committed may never be. Django 4.2 chooses a charset without emoji.
+            # Never READ UNCOMMITTED: what is not committed may never be.
             options["isolation_level"] = "read committed"
+            # Django before 5.2 chooses one without emoji.
             options.setdefault("charset", "utf8mb4")
         connection.settings_dict = {**settings, "OPTIONS": options}
         connection.inc_thread_sharing()
@@ -312,7 +319,7 @@ class Connections:
         """Open it. psycopg has the server plan a statement once: planning a claim takes longer than executing it."""
         connection.ensure_connection()
         raw = connection.connection
-        if connection.vendor != "postgresql" or not _PSYCOPG_3 or raw is None:
+        if not _is_psycopg_3(connection) or raw is None:
             return
         if self.prepares is None:
             # A pooler says that it is the session, and a statement may find another one than prepared it.
@@ -325,6 +332,10 @@ class Connections:
     def _close(self, connection: BaseDatabaseWrapper) -> None:
         self._open.discard(connection)
         _close_all({connection})
+
+
+def _is_psycopg_3(connection: BaseDatabaseWrapper) -> bool:
+    return connection.vendor == "postgresql" and _PSYCOPG_3
 
 
 def _close_all(opened: set[BaseDatabaseWrapper]) -> None:
