@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import expect
 
 from tests.browser.conftest import log_in, look_at
-from tests.http.sites import Site
+from tests.http.sites import ORDER, Site, Web
 from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -104,6 +105,40 @@ def test_two_tabs_pay_once(open_as: OpenAs, site: Site) -> None:
         expect(answers(tab)).to_contain_text(["202"])
     expect_paid(page, site)
     expect_paid(tab, site)
+
+
+@pytest.fixture
+def twin(site: Site) -> Iterator[str]:
+    """The address of the same site, whose payments are FastAPI's."""
+    command = [sys.executable, "-m", "testproject.web", "0"]
+    web = Web(command, site.directory, {**site.env, "APP": "fastapi"}, "twin").start()
+    yield f"http://127.0.0.1:{web.port}"
+    web.kill()
+
+
+def test_two_tabs_of_two_frameworks_pay_once(open_as: OpenAs, site: Site, twin: str) -> None:
+    page = open_as("alice", "/pay/")
+    tab = page.context.new_page()
+    tab.goto(f"{twin}{page.url[page.url.index('/pay/') :]}")
+    assert key_of(tab) == key_of(page)
+    with site.bank("closed"):
+        press(page)
+        expect_answer(page, 1, "202", repeated="no")
+        tab.get_by_role("button", name="Pay", exact=True).dblclick()
+        expect(answers(tab)).to_contain_text(["202", "202"])
+    expect_paid(page, site)
+    expect_paid(tab, site)
+    for each in (page, tab):
+        expect(each.locator("#state")).to_have_text("COMPLETED")
+        press(each)
+    expect_answer(page, 2, "200 COMPLETED", repeated="yes")
+    expect_answer(tab, 3, "200 COMPLETED", repeated="yes")
+    tab.get_by_label("Amount").fill("5")
+    press(tab)
+    expect_answer(tab, 4, "422 This key belongs to another request", repeated="no")
+    expect_paid(tab, site)
+    forged = tab.request.post(f"{twin}/payments/", data=ORDER, headers={"Idempotency-Key": "k"})
+    assert (forged.status, forged.json()["code"]) == (403, "permission_denied"), "no CSRF token"
 
 
 def test_the_way_back_and_a_reload_keep_the_payment(open_as: OpenAs, site: Site) -> None:
