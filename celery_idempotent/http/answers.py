@@ -139,8 +139,8 @@ NEVER_KEPT: Final = frozenset(
     {REPLAYED} {_NOT_KEPT}
     """.lower().split()
 )
-_STATUS_LINE: Final = re.compile(r"HTTP/1\.1 ([1-5]\d\d) ([^\r\n]*)", re.ASCII)
-_HEADER: Final = re.compile(r"([!-9;-~]+): ([^\r\n]*)")
+_HEAD: Final = re.compile(r"HTTP/1\.1 ([1-5][0-9][0-9]) ([^\r\n]*)((?:\r\n[!-9;-~]+: [^\r\n]*)*)")
+_HEADER: Final = re.compile(r"\r\n([^:]+): ([^\r]*)")
 
 
 def pack_response(answer: Answer, *, max_bytes: int, name: str, why: str = "") -> Stored:
@@ -170,14 +170,13 @@ def read_response(stored: Stored) -> Answer:
         ResultUnavailable: if its body was not kept, or it cannot be read.
     """
     head, _, body = stored.body.partition(b"\r\n\r\n")
-    first, *lines = head.decode("latin-1").split("\r\n")
-    status_line = _STATUS_LINE.fullmatch(first)
-    headers = [(found[1], found[2]) for line in lines if (found := _HEADER.fullmatch(line))]
-    if stored.content_type != CONTENT_TYPE or status_line is None or len(headers) < len(lines):
+    found = _HEAD.fullmatch(head.decode("latin-1"))
+    if stored.content_type != CONTENT_TYPE or found is None:
         raise ResultUnavailable("What is stored for this key cannot be read as a response.")
-    status, reason = status_line[1], status_line[2]
-    if why := dict(headers).get(_NOT_KEPT):
+    status, reason, lines = found.groups()
+    headers: Headers = _HEADER.findall(lines)
+    if headers and headers[0][0] == _NOT_KEPT:
         raise ResultUnavailable(
-            f"The request was carried out and answered with {status}; the response was not kept: {why}."
+            f"The request was carried out and answered with {status}; the response was not kept: {headers[0][1]}."
         )
     return Answer(int(status), [*headers, (REPLAYED, "true")], body, reason)

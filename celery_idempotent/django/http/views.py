@@ -175,13 +175,16 @@ class _Call:
             identity = http_identity(HTTP_NAMESPACE, caller_scope(self.seen, self.options), key)
             fingerprint = request_fingerprint(self.request, self.seen, self.options)
             claiming = RequestRun(self.guard, identity, fingerprint, self._refused_replay)
-        _refuse_open_transactions()
+        if self.options.atomic:
+            _refuse_open_transactions()
         found = self.guard.answer(claiming, partial(self._run, run))
         response = response_of(found) if isinstance(found, Answer) else found
         return self._finished(cast("HttpResponseBase", response))
 
     def _run(self, run: Callable[[], object]) -> HttpResponseBase:
         """Call the view, and finish its response: its bytes are stored."""
+        if not self.options.atomic:  # else its own transaction is open by now
+            _refuse_open_transactions()
         returned = run()
         if self.rest is not None:
             returned = self.rest.finalize_response(self.seen, returned, **self.kwargs)
