@@ -237,6 +237,8 @@ def test_an_unknown_key_is_404_and_a_store_that_is_down_503(
     def down(*_: Any) -> None:
         raise StoreUnavailable("nobody there")
 
+    nobody = send("GET", "/charges/status?key=k", headers={})
+    assert (nobody.status, nobody.json["code"]) == (403, "caller_unknown")
     for key in ("other", "x" * 300, "%00"):
         unknown = look(send, f"/charges/status?key={key}")
         assert (unknown.status, unknown.json["code"]) == (404, "unknown_key")
@@ -264,12 +266,12 @@ def test_results_that_json_has_no_form_for_are_strings(charge: Any) -> None:
         "at": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
     }
     end(charge, value=value)
-    told = json.loads(task_status(charge, KEY, scope="ann").body)
-    assert told["result"] == {
-        "cost": "1.10",
-        "id": "00000000-0000-0000-0000-000000000007",
-        "at": "2026-01-02T00:00:00+00:00",
-    }
+    for answer in (task_status(charge, KEY, scope="ann"), queue(charge)):
+        assert json.loads(answer.body)["result"] == {
+            "cost": "1.10",
+            "id": "00000000-0000-0000-0000-000000000007",
+            "at": "2026-01-02T00:00:00+00:00",
+        }
 
 
 @pytest.mark.parametrize(
