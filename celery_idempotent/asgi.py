@@ -51,8 +51,8 @@ Application = Callable[[Request, Receive, Send], Awaitable[None]]
 class IdempotencyMiddleware(Middleware):
     """Lets requests to an ASGI application take effect once for each ``Idempotency-Key`` of a caller.
 
-    ``scope`` is a function, or a coroutine function, of the ASGI scope. So many guarded requests run at once in this
-    process as there are ``threads``; more of them wait.
+    ``scope`` is a function, or a coroutine function, of the ASGI scope. At most ``threads`` guarded requests run at
+    once in this process; others wait.
     """
 
     def __init__(

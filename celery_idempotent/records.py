@@ -23,7 +23,7 @@ def moment(ms: int) -> datetime:
 
 
 class State(enum.Enum):
-    """Where a key is in its life; a key without a record is unclaimed."""
+    """The state of a key; a key without a record is unclaimed."""
 
     __hash__ = object.__hash__  # Enum's is written in Python
 
@@ -104,7 +104,7 @@ class Record:
 
     @property
     def owner(self) -> str:
-        """Who claimed the key last: ``task_id@hostname:pid/id``, of a settled record the task id alone."""
+        """Who claimed the key last: ``task_id@hostname:pid/id``; for a settled record only the task id."""
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
 
     @property
@@ -137,7 +137,7 @@ class Record:
 class ClaimRequest:
     """A worker's request for a key; while the claim holds, the same ``attempt`` gets the same token again.
 
-    The record lives ``keep_ms`` longer than its lease. Once that ran out, a sweep follows ``on_stale``.
+    The record lives ``keep_ms`` longer than its lease. When the lease has run out, a sweep follows ``on_stale``.
     """
 
     identity: Identity
@@ -261,7 +261,7 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Records of which everything given is true; an empty set allows any value, times are of the last change."""
+    """Selects the records that match all values; an empty set allows any, times are those of the last change."""
 
     states: frozenset[State] = frozenset()
     namespace: str | None = None

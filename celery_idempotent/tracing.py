@@ -31,7 +31,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Write outcomes to the current span, in this process and those that it forks. To call it again changes nothing."""
+    """Write outcomes to the current span, in this process and those that it forks. Calling it again changes nothing."""
     for name, outcome in OUTCOMES.items():
         outcome.connect(_noting(outcome), weak=False, dispatch_uid=f"{__name__}.{name}")
 

@@ -136,6 +136,6 @@ def scopes_of(text: str) -> list[str]:
 
 
 def task_name(app: AnyCelery, identity: Identity) -> str:
-    """Return the name of a record's task; its namespace, if it is of no task of this app."""
+    """Return the name of a record's task; the namespace, if no task of this app has it."""
     definition = definition_of(app, identity.namespace)
     return identity.namespace if definition is None else definition.name

@@ -169,7 +169,7 @@ class Story:
 
 
 def tell_absence(what: str) -> Story:
-    """Tell what it can mean that there is no such record."""
+    """Return sentences about what a missing record can mean."""
     return Story(
         headline=f"There is no record of {what}. The workers' logs say why.",
         past=(
@@ -193,7 +193,7 @@ _SWEPT = {
 
 
 def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = True) -> Story:
-    """Tell the story of a record as :meth:`Store.get` returns it: a sentence for each fact.
+    """Describe a record that :meth:`Store.get` returned: a sentence for each fact.
 
     ``errors``: name the class of a FAILED record's exception.
     """

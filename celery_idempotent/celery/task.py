@@ -119,7 +119,7 @@ class IdempotentTask(DefinedTask):
         shadow: str | None = None,
         **options: object,
     ) -> Result:
-        """Publish, stamped with key and fingerprint; takes ``idempotency_key`` and ``idempotency_scope``, too.
+        """Publish with key and fingerprint; also takes ``idempotency_key`` and ``idempotency_scope``.
 
         Raises:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required.
@@ -144,7 +144,7 @@ class IdempotentTask(DefinedTask):
         return publishing.send_deferred(self, definition, super().apply_async, call)
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
-        """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope``, too."""
+        """Run in this process, by the same protocol; also takes ``idempotency_key`` and ``idempotency_scope``."""
         definition = self.idempotency_definition()
         if definition is not None:
             publishing.stamp_call(definition, args, kwargs, options, eager=True)
@@ -254,13 +254,13 @@ class IdempotentTask(DefinedTask):
         return self._operate(OperationRequest("release", **how), key, scope)
 
     def idempotency_requeue(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """Publish the message of an unfinished run once more, kept with ``idempotency_on_stale="requeue"``."""
+        """Publish the message of an unfinished run again, which ``idempotency_on_stale="requeue"`` stores."""
         return self._operate(OperationRequest("requeue", **how), key, scope)
 
     def idempotency_complete(
         self, key: object, value: object, *, scope: object = None, **how: Unpack[How]
     ) -> bool:
-        """Settle an unfinished or failed key of this task, which took effect, COMPLETED: callers get ``value``.
+        """Settle an unfinished or failed key of this task as COMPLETED: callers get ``value``.
 
         Raises:
             ValueError: if the task's serializer cannot write the value, or it is too large.
@@ -269,7 +269,7 @@ class IdempotentTask(DefinedTask):
         return self._operate(OperationRequest("complete", value=stored, **how), key, scope)
 
     def idempotency_fail(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``."""
+        """Settle an unfinished key of this task as FAILED: callers get ``FailedByOperator``."""
         return self._operate(OperationRequest("fail", **how), key, scope)
 
     def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:

@@ -24,7 +24,7 @@ _NO_STORE = {"well": False, "store": {"well": False, "answered_ms": None}}
 @never_cache
 @require_safe
 def health(request: HttpRequest) -> JsonResponse:  # noqa: ARG001  any request gets the same answer
-    """Answer 200 if all is well, 503 if not: with ``celery idempotency check --health --json``'s fields."""
+    """Answer 200 if all is well, else 503, with the fields of ``celery idempotency check --health --json``."""
     try:
         store = get_store(app := celery_app())
         found, _ = check_health(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))

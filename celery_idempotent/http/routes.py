@@ -84,7 +84,7 @@ def enqueue(
     docs_url: str | None = None,
     **publish_options: object,
 ) -> ResponseParts:
-    """Let ``task`` do the work of a request, once for each key of a caller, and return the response.
+    """Queue ``task`` for a request, once for each key of a caller, and return the response.
 
     It asks the store and the broker: in a coroutine, ``await aenqueue(...)``. The message is sent at once, so call it
     after a COMMIT of your own.

@@ -70,7 +70,7 @@ class Transaction(AbstractContextManager[object], Protocol):
         """Write the end state, to be committed with the rest; ``False`` if the key has another token."""
 
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
-        """Is it a lost session or, of the settle or the commit (``at_end``), a serialization failure or deadlock?"""
+        """Is it a lost session or, at the settle or the commit (``at_end``), a serialization failure or deadlock?"""
 
     def read_only(self) -> AbstractContextManager[None]:
         """Refuse writes to the database during a step, whose result outlives a rollback."""
@@ -83,7 +83,7 @@ class Transaction(AbstractContextManager[object], Protocol):
 
 
 class Store(ABC):
-    """Holds the records; the table decides. A store of its own implements the abstract methods.
+    """Holds the records. A store of your own implements the abstract methods.
 
     Times are milliseconds of the store's clock. A verb whose answer was lost may be repeated, and answers as it did the
     first time. A write after the claim carries the record's token and does nothing for any other. Every verb may raise
@@ -111,7 +111,7 @@ class Store(ABC):
     # -- the verbs --
 
     def claim(self, request: records.ClaimRequest) -> records.Answer:
-        """Take the key if no live claim holds it. A fingerprint that either side lacks is equal to any."""
+        """Take the key if no live claim holds it. A missing fingerprint, on either side, matches any."""
         fields, delay_ms = table.fields_from(request), request.lease_ms
         args = VerbArguments(fields, request.attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
         answer = self._take_key("claim", request.identity, args)
@@ -128,7 +128,7 @@ class Store(ABC):
         return records.Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
-        """Let each lease start anew, also one that a sweep ended; ``False`` for each with another token."""
+        """Restart each lease, also one that a sweep ended; ``False`` for each key with another token."""
         return [self._renew(each) for each in leases]
 
     def settle(self, request: SettleRequest) -> bool:

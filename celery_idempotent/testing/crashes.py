@@ -67,7 +67,7 @@ class CrashReport:
 
     @property
     def ok(self) -> bool:
-        """Did each kill leave the effects as they ought to be?"""
+        """Did every kill leave the right effects?"""
         return all(place.verdict == "ok" for place in self.places)
 
     def __str__(self) -> str:

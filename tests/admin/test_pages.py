@@ -106,7 +106,7 @@ def test_a_list_says_how_many_there_are_or_that_it_does_not_know(
     assert "3 records in all, looked at" in text(operator.get(LIST))
     monkeypatch.setattr(finding, "LOOK_AT", 2)
     page: Any = operator.get(LIST)
-    assert "2 records on this page, looked at 2 keys. How many there are in all is" in text(page)
+    assert "2 records on this page, looked at 2 keys. The total is" in text(page)
     assert "1 record on this page, looked at" in text(
         operator.get(LIST + page.context_data["more"])
     )

@@ -49,7 +49,7 @@ def enqueue(
     error_status: ErrorStatus | None = None,
     **publish_options: object,
 ) -> HttpResponse:
-    """Let ``task`` do the work of ``request``, once for each ``Idempotency-Key``, and return the answer.
+    """Queue ``task`` for ``request``, once for each ``Idempotency-Key``, and return the response.
 
     Args:
         request: the request; its ``Idempotency-Key`` is the task's key.

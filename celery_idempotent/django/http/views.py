@@ -75,8 +75,8 @@ def keyed_view(view: None = None, /, **options: object) -> Callable[[View], View
 def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object:
     """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
 
-    A missing or malformed key is refused before anything else is looked at. Used as :func:`idempotent_view`, of whose
-    options ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` matter; the rest is up to the task.
+    A missing or malformed key is refused before anything else is checked. Used as :func:`idempotent_view`. Of its
+    options, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task has the rest.
 
     Raises:
         InvalidOption: for an unknown option, a bad value, or a view class.
