@@ -212,7 +212,7 @@ def test_nothing_of_the_record_is_locked_while_the_task_runs(server_store: Djang
 @pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
 def test_a_task_that_ends_its_transaction_itself_is_told(store: DjangoStore, end: str):
     record = claimed(store)
-    with pytest.raises(TransactionEnded, match="over or broken"), store.transaction(record) as run:
+    with pytest.raises(TransactionEnded, match="ended or failed"), store.transaction(record) as run:
         act(store)
         execute(store.alias, end)
         settle(run)

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("django")
 
 from django.db import connections, transaction
-from django.db.backends.utils import CursorWrapper
 
 from celery_idempotent.django.hybrid import HybridStore
+from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
@@ -50,16 +50,15 @@ def store(alias: str, redis_url: str, prefix: str) -> Iterator[Any]:
 
 @pytest.fixture
 def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every statement of this process, on whatever connection."""
+    """Every statement of the store, on whatever connection."""
     said: list[str] = []
-    for name in ("execute", "executemany"):
-        method = getattr(CursorWrapper, name)
+    executed = Session._executed
 
-        def listen(self: Any, sql: str, *args: Any, _method: Any = method) -> Any:
-            said.append(sql)
-            return _method(self, sql, *args)
+    def listen(self: Session, sql: str, params: Any) -> Any:
+        said.append(sql)
+        return executed(self, sql, params)
 
-        monkeypatch.setattr(CursorWrapper, name, listen)
+    monkeypatch.setattr(Session, "_executed", listen)
     return said
 
 

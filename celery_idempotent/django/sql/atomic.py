@@ -99,8 +99,7 @@ class ClaimTransaction:
         self.record = record
         self._connections, self._after_commit = connections, after_commit
         self._own = own = connections.own()
-        prepares = bool(connections.prepares)
-        self._session = connections.session_of(own, direct=prepares, prepare=prepares)
+        self._session = connections.session_of(own, prepare=connections.prepares)
         self._block = Atomic(connections.alias, True, False)
         #: Finds the claim's row.
         self._claim = digest(record.identity), record.token

@@ -72,23 +72,14 @@ class _Changed(Exception):
 
 
 class Session:
-    """One connection for the length of one verb.
-
-    ``direct``: by psycopg's cursor, as Django's takes longer, and has no statement prepared; with ``prepare`` each is
-    prepared at once.
-    """
+    """One connection for the length of one verb; with ``prepare`` psycopg prepares each statement at once."""
 
     def __init__(
-        self,
-        connection: BaseDatabaseWrapper,
-        dialect: Dialect,
-        *,
-        direct: bool = False,
-        prepare: bool | None = None,
+        self, connection: BaseDatabaseWrapper, dialect: Dialect, *, prepare: bool | None = None
     ) -> None:
         self.connection = connection
         self.dialect = dialect
-        self._direct, self._prepare = direct, prepare
+        self._prepare = prepare
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
@@ -103,13 +94,15 @@ class Session:
 
     @contextlib.contextmanager
     def _executed(self, sql: str, params: Sequence[Any]) -> Iterator[Any]:
-        if not self._direct:
+        if not _is_psycopg_3(self.connection):
             with self.connection.cursor() as cursor:
                 cursor.execute(sql, params)
                 yield cursor
             return
         from psycopg import Cursor
 
+        # Not by Django's cursor, which takes longer, and has none prepared: planning takes longer than executing.
+        self.connection.ensure_connection()
         with self.connection.wrap_database_errors:
             raw: Any = self.connection.connection
             if self._prepare and raw.prepare_threshold is None:
@@ -216,11 +209,13 @@ class Connections:
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
-    def session_of(self, connection: BaseDatabaseWrapper, **options: bool) -> Session:
-        """Return the session of a connection to this database; ``options`` as for a :class:`Session`."""
+    def session_of(
+        self, connection: BaseDatabaseWrapper, *, prepare: bool | None = None
+    ) -> Session:
+        """Return the session of a connection to this database."""
         if self._dialect is None:
             self._dialect = dialect_of(connection.vendor)
-        return Session(connection, self._dialect, **options)
+        return Session(connection, self._dialect, prepare=prepare)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -256,7 +251,7 @@ class Connections:
             yield self.session_of(own)
         else:
             with self._lent() as connection:
-                yield self.session_of(connection, direct=_is_psycopg_3(connection))
+                yield self.session_of(connection)
 
     @contextlib.contextmanager
     def _lent(self) -> Iterator[BaseDatabaseWrapper]:
