@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
+from importlib.resources import files
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -52,9 +52,10 @@ class Script:
         return Command((b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source)
 
 
-#: Read now: a process may be forked while a thread reads one.
+#: Read now: a process may be forked while a thread reads one. From a zipapp, too.
 SCRIPTS = {
-    file.stem: Script(file.read_bytes()) for file in (Path(__file__).parent / "lua").glob("*.lua")
+    file.name.removesuffix(".lua"): Script(file.read_bytes())
+    for file in files(__package__).joinpath("lua").iterdir()
 }
 
 
