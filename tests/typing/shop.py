@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery, chain, group, shared_task
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.http import aenqueue, task_status
 
 #: With the class mypy knows what every task is; with its name, "celery_idempotent:IdempotentTask", this line says it.
 app: Celery[IdempotentTask] = Celery(
@@ -65,6 +66,15 @@ def calls() -> list[Any]:
     group([charge.s("a"), ship.s("b")]).apply_async(**batch)
     batch = {"idempotency_key": "batch-8"}
     chain(charge.s("c"), ship.si("d")).apply_async(**batch)
+    body, status, headers = task_status(charge, "k", scope="tenant")
+    assert (body[:1], status, headers["Content-Type"]) == (b"{", 200, "application/json")
     record = charge.idempotency_record("k", scope="tenant")
     assert record is not None
     return [record.identity.key, ship.delay("z").get(), elsewhere.name]
+
+
+async def route(key: str | None) -> tuple[bytes, int, dict[str, str]]:
+    """Answer as a framework wants it."""
+    answer = await aenqueue(charge, ("r",), key=key, scope="tenant", countdown=1)
+    answer.headers["X-Status"] = str(answer.status)
+    return answer

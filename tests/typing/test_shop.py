@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ MISTAKES = """
 from celery import Celery
 from celery_idempotent import IdempotentTask, checks, get_store, metrics, testing
 from celery_idempotent.celery import finding
+from celery_idempotent.http import enqueue
 
 app = Celery("typed shop", task_cls=IdempotentTask)
 
@@ -39,12 +41,17 @@ metrics.install()
 checks.check(app)
 with testing.isolated_records(app) as store:
     finding.find(store, "id", finding.select(app, {"task": "charge"}), [])
+enqueue(charge, ("a",), key="k", scope="tenant").status.bit_length()
+enqueue(charge, ("a",), key="k")  # wrong: reportCallIssue
+enqueue(charge, ("a",), key=7, scope="tenant")  # wrong: reportArgumentType
 get_store("redis://")  # wrong: reportArgumentType
 """
 
 
 def test_a_program_that_mypy_accepts_runs() -> None:
     assert shop.calls() == ["k", "z", "tests.typing.shop.elsewhere"]
+    body, status, headers = asyncio.run(shop.route("r"))
+    assert (status, headers["X-Status"]) == (202, "202"), body
 
 
 @pytest.mark.wide
