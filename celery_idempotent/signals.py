@@ -31,8 +31,6 @@ from celery_idempotent.errors import STORE_ERRORS, IdempotencyError, InvalidOpti
 from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -218,6 +216,9 @@ class Details(TypedDict, total=False):
     line: Line
 
 
+_NO_DETAILS: Final[Details] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Reporter:
     """Reports the outcomes of one task's calls, by its registered name."""
@@ -234,10 +235,10 @@ class Reporter:
         identity: Identity | None,
         task_id: str = "",
         record: Record | None = None,
+        details: Details = _NO_DETAILS,
         *,
         store: Store | None = None,
         has_writer: bool = True,
-        **details: Unpack[Details],
     ) -> None:
         """Report one outcome; ``store`` spares a look into the app's settings.
 
@@ -252,18 +253,17 @@ class Reporter:
                 counters.add(store, self.task, "failed")
             if has_writer and not counters.has_writer:
                 counters.start_writer()
-        line = outcome.line
-        if "line" in details:
-            line = details.pop("line")
-        elif details.get("observed"):
-            line = outcome.observed
-        elif outcome is claimed and record is not None and record.crashes:
-            line = _CLAIMED_AGAIN
+        line = details.get("line")
+        if line is None:
+            line = outcome.observed if details.get("observed") else outcome.line
+            if outcome is claimed and record is not None and record.crashes:
+                line = _CLAIMED_AGAIN
         logged = logger.isEnabledFor(line.level)
         if not logged and not outcome.receivers:
             return
-        details["who"] = details.get("who") or worker_name(os.getpid())
-        event = Event(task=self.task, task_id=task_id, identity=identity, record=record, **details)  # type: ignore[misc]  # the line is taken out
+        known = {name: value for name, value in details.items() if name != "line"}
+        known["who"] = details.get("who") or worker_name(os.getpid())
+        event = Event(task=self.task, task_id=task_id, identity=identity, record=record, **known)  # type: ignore[arg-type]
         if logged:
             why = f": {event.reason}" if event.reason else ""
             text = "idempotency: " + line.text.format(event=event, record=record, why=why)

@@ -24,9 +24,11 @@ import logging
 import time
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import cache, partial
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+from celery import signals as celery_signals
 from celery.backends.base import BaseKeyValueStoreBackend
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from kombu.exceptions import SerializationError, SerializerNotInstalled
@@ -84,6 +86,7 @@ def expect_callbacks(
     run: DeliveredRun, state: State, token: int | None, *, age_ms: int = 0
 ) -> None:
     """Have a record, settled ``age_ms`` ago, marked when Celery is done with this delivery."""
+    _listen()
     # An eager call has no message that could come back.
     left_ms = 0 if run.request.is_eager else run.policy.settled_keep_ms // 2 - age_ms
     run.ended_as, run.mark_token = state, token
@@ -109,6 +112,14 @@ def mark_delivered(sender: AnyTask, *, state: State, **_: object) -> None:
             run.identity,
             error,
         )
+
+
+@cache
+def _listen() -> None:
+    """Connect to the ends of tasks, which take longer in a process where somebody listens."""
+    celery_signals.task_success.connect(partial(mark_delivered, state=State.COMPLETED), weak=False)
+    # Also sent when Celery could not send the callbacks of a success: that record stays unmarked.
+    celery_signals.task_failure.connect(partial(mark_delivered, state=State.FAILED), weak=False)
 
 
 # -- when they cannot be sent ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping
 from celery_idempotent.protocol import atomic, shield
 from celery_idempotent.protocol.claim import current_run
-from celery_idempotent.protocol.run import execute
+from celery_idempotent.protocol.run import COMPLETED, execute
 from celery_idempotent.records import EndState, Record, SettleRequest, State
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import get_store
@@ -134,7 +134,7 @@ class Delivery(republish.DeliveredRun):
     def write_end(self, end: SettleRequest) -> bool:
         """Write the end state, and the task's result with it if possible."""
         result = None
-        if self.definition.fuses and end.state is State.COMPLETED:
+        if self.definition.fuses and end.state is COMPLETED:
             result = fused.write_of(self.task, self.request, self.store, end.value)
         if result is None:
             return self.store.settle(end)
@@ -172,9 +172,10 @@ class Delivery(republish.DeliveredRun):
 
         Celery then sends the callbacks of this message, unless it settled the record itself and they were sent.
         """
-        request, own = self.request, record.task_id == self.request.id
+        request, own, sends = self.request, record.task_id == self.request.id, self.has_callbacks
         if own and record.delivered:
             request.callbacks = request.errbacks = request.chain = request.chord = None
+            sends = False
         error, value = None, None
         if record.state is State.FAILED:
             error = self.definition.codec.load_error(record.value)
@@ -184,7 +185,7 @@ class Delivery(republish.DeliveredRun):
             value = self.codec.load_value(record.value)
         else:
             value = self._from_backend(record, age_ms)
-        if callbacks.brings_callbacks(request):
+        if sends:
             is_part = request.chord and not request.is_eager
             if is_part and callbacks.chord_is_claimed(self.task, request):
                 republish.after_chord_claim(self)
@@ -236,11 +237,15 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
         return call(*args, **kwargs)
 
     body = with_copies if run.policy.atomic else partial(call, *run.args, **run.kwargs)
-    while True:
-        try:
-            return execute(run, body)
-        except republish.NotRepublishedError:  # noqa: PERF203  after a pause; what ran is recorded
-            continue
+    try:
+        while True:
+            try:
+                return execute(run, body)
+            except republish.NotRepublishedError:  # noqa: PERF203  after a pause; what ran is recorded
+                continue
+    finally:
+        # They refer to each other, and would wait for the garbage collector.
+        vars(run.request).pop(RUN, None)
 
 
 def delivery_of(request: object) -> Delivery | None:

@@ -12,8 +12,9 @@ Celery writes, but ``date_done`` is always in UTC.
 
 from __future__ import annotations
 
-import weakref
+import time
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from celery.app import trace
@@ -31,17 +32,19 @@ _is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ig
 #: For a larger result Celery waits longer than a store does.
 _LARGEST = 1024 * 1024
 
-#: For each backend: the store that may write its results, and the prefix of their keys; ``None``: no store may.
-_prefixes: weakref.WeakKeyDictionary[Any, tuple[Store, bytes | None]] = weakref.WeakKeyDictionary()
+#: On a backend: a store, and the prefix of the results that it may write there; ``None``: it may not.
+_PREFIX = "idempotency_prefix"
 
 
 def _prefix_of(backend: Any, store: Store) -> bytes | None:
-    found = _prefixes.get(backend)
-    if found is None or found[0] is not store:
+    known: Store | None
+    prefix: bytes | None
+    known, prefix = vars(backend).get(_PREFIX, (None, None))
+    if known is not store:
         is_ours = _is_plain(backend) and store.stores_results_of(backend.client.connection_pool)
         prefix = backend.get_key_for_task("id")[:-2] if is_ours else None
-        found = _prefixes[backend] = (store, prefix)
-    return found[1]
+        vars(backend)[_PREFIX] = store, prefix
+    return prefix
 
 
 def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) -> ResultWrite | None:
@@ -64,7 +67,8 @@ def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) ->
 def _payload(request: Any, value: Stored) -> bytes:
     """Return what Celery would encode: the fields of ``_get_result_meta``, then the task id."""
     children = request.children
-    after = f'"date_done": "{datetime.now(timezone.utc).isoformat()}"'
+    seconds, ns = divmod(time.time_ns(), 1_000_000_000)
+    after = f'"date_done": "{_second(seconds)}.{ns // 1000:06}+00:00"'
     if request.group:
         after += f', "group_id": {encode_json(request.group)}'
     if request.parent_id:
@@ -74,6 +78,11 @@ def _payload(request: Any, value: Stored) -> bytes:
         encode_json([each.as_tuple() for each in children]).encode() if children else b"[]",
         f'{after}, "task_id": {encode_json(request.id)}'.encode(),
     )
+
+
+@lru_cache(maxsize=2)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _is_plain(backend: Any) -> bool:

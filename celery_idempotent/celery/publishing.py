@@ -258,7 +258,8 @@ def _reserve_and_send(
             answer = store.reserve(request)
     except IdempotencyError as error:
         # The worker's claim still guards the run: a second message does no harm.
-        report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
+        details: signals.Details = {"error": error, "line": _UNRESERVED}
+        report(signals.store_failed, identity, task_id, None, details)
         return send_call(**options)
     record = answer.record
     match answer:
@@ -275,7 +276,7 @@ def _reserve_and_send(
             except BaseException:
                 release_reservation(store, record)
                 raise
-            report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
+            report(signals.reserved, identity, record.task_id, record, {"state": State.QUEUED})
             return sent
         case Held(left_ms=0) if record.state is State.PROCESSING:
             # The lease ran out: the worker never came back, and with early acks the message is gone, too.

@@ -254,10 +254,8 @@ _QUEUE, _BROADCAST = "idempotency_queue", "idempotency_broadcast"
 
 
 def origin(app: Celery, delivery_info: Mapping[str, object]) -> Options:
-    """Return the properties that say where a delivery came from; none for the default exchange."""
-    exchange, key = str(delivery_info.get("exchange") or ""), str(delivery_info.get("routing_key"))
-    if not exchange:
-        return {}
+    """Return the properties that say where a delivery by an exchange with a name came from."""
+    exchange, key = str(delivery_info["exchange"]), str(delivery_info.get("routing_key"))
     if exchange.startswith("celery_delayed_"):
         # Of a delay in RabbitMQ: the routing key has it in binary before it.
         exchange, key = "", re.sub(r"(?:[01]\.){28}", "", key)
@@ -284,7 +282,7 @@ def _matches(kind: str, pattern: str, key: str) -> bool:
 
 def is_broadcast(request: Context) -> bool:
     """Does the exchange of this delivery give each message to all its queues?"""
-    return bool(as_mapping(request.properties).get(_BROADCAST))
+    return bool((request.properties or {}).get(_BROADCAST))
 
 
 def way_back(app: Celery, request: Context) -> Options:

@@ -66,7 +66,8 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     level = logging.INFO if any(counts.values()) else logging.DEBUG
     line = Line(level, f"sweep {done} in {seconds:.3f} s")
     reporter = Reporter(SWEEP, lambda: sender, lambda: store)
-    reporter.report(signals.swept, None, count=counts["interrupted"], line=line, has_writer=False)
+    details: Details = {"count": counts["interrupted"], "line": line}
+    reporter.report(signals.swept, None, details=details, has_writer=False)
     counters.write()
     kept = store.upkeep(app, limit=limit)
     store.note_sweep()
@@ -82,7 +83,7 @@ def report_record(
         reporter = definition.reporter
     else:  # of a view, or of another app
         reporter = Reporter(identity.namespace, lambda: None, partial(get_store, app))
-    reporter.report(outcome, identity, record.task_id, record, has_writer=False, **details)
+    reporter.report(outcome, identity, record.task_id, record, details, has_writer=False)
 
 
 def _time_out(app: Celery, record: Record) -> bool:

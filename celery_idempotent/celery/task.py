@@ -33,7 +33,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.run import release, run_in_progress, unguarded
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
 from celery_idempotent.signals import counters
 from celery_idempotent.stores import get_store
@@ -335,8 +335,5 @@ def _connect_receivers() -> None:
         # Of a pool's process; the main process writes its counters at its end.
         (celery_signals.worker_process_shutdown, lambda **_: counters.write()),
         (celery_signals.worker_shutdown, lambda **_: heartbeat.finish()),
-        (celery_signals.task_success, partial(callbacks.mark_delivered, state=State.COMPLETED)),
-        # Also sent when Celery could not send the callbacks of a success: that record stays unmarked.
-        (celery_signals.task_failure, partial(callbacks.mark_delivered, state=State.FAILED)),
     ):
         signal.connect(receiver, weak=False)

@@ -49,9 +49,10 @@ class Request(CeleryRequest):
         """Add the content type of the message and its queue, for the process that runs the task."""
         super().__init__(message, *args, **options)
         request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
-        origin = republish.origin(self.task.app, self.delivery_info)
         content_type = getattr(message, "content_type", None)  # some transports leave it out
-        request["properties"] = {**request["properties"], "content_type": content_type, **origin}
+        request["properties"] = {**request["properties"], "content_type": content_type}
+        if self.delivery_info.get("exchange"):
+            request["properties"] |= republish.origin(self.task.app, self.delivery_info)
 
     def on_failure(self, exc_info: ExceptionInfo, *args: Any, **options: Any) -> Any:
         """Interrupt the claim of a lost child before the message goes back."""

@@ -286,7 +286,7 @@ class Order:
     ) -> None:
         """Report an outcome of the request, with the task id of the record that its key has."""
         identity, task_id = self.identified.identity, "" if record is None else record.task_id
-        self.definition.reporter.report(outcome, identity, task_id, record, **details)
+        self.definition.reporter.report(outcome, identity, task_id, record, details)
 
     def _message(self, task_id: str) -> bytes | None:
         """Return the message that a sweep publishes if this process does not; ``None`` if the record has none.

@@ -22,6 +22,7 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.errors import STORE_ERRORS, LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import Phase
 from celery_idempotent.protocol.run import (
+    UNFINISHED,
     Body,
     Run,
     end_of,
@@ -108,7 +109,8 @@ class _Attempt:
                         raise
                     self.replaced_by = error
                 run.shield.closed = True
-                refuse_unfinished(run, self.value)
+                if isinstance(self.value, UNFINISHED):
+                    refuse_unfinished(run, self.value)
                 if run.after_rollback is not None:
                     raise _NotToCommitError
                 self._stage, run.settling_since = Stage.SETTLING, time.monotonic()

@@ -112,9 +112,7 @@ class Store(ABC):
 
     def claim(self, request: records.ClaimRequest) -> records.Answer:
         """Take the key if no live claim holds it. A missing fingerprint, on either side, matches any."""
-        fields, delay_ms = table.fields_from(request), request.lease_ms
-        args = VerbArguments(fields, request.attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
-        answer = self._take_key("claim", request.identity, args)
+        answer = self._take_key("claim", request.identity, table.claim_arguments(request))
         return records.Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(self, request: records.ReserveRequest) -> records.Reservation:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
 from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.stores.table import StoredRecord
 
 #: The letter that is stored for each state.
 LETTERS = {state: state.name[0] for state in State}
@@ -40,36 +41,44 @@ class FieldCodec:
             for each in fields(Record)
             if each.default is not MISSING and each.name not in left_out
         } | {"requeues": 0}
-        self._values = tuple(self.defaults.values())
         self._usual = lru_cache(maxsize=64)(self._line)
 
-    def encode(self, fields: Mapping[str, Any], others: dict[str, Any]) -> bytes:
-        """Return the line, with ``others`` of the store's own; message and steps, which may be long, come last."""
-        value: Stored | None = fields.get("value")
+    def encode(
+        self,
+        fields: Mapping[str, Any],
+        others: dict[str, Any],
+        *,
+        value: Stored | None = None,
+        message: bytes | None = None,
+        steps: Sequence[tuple[str, Stored]] = (),
+    ) -> bytes:
+        """Return the line of some ``fields``, and of ``others`` of the store's own.
+
+        Message and steps, which may be long, come last; of the value it has the type alone.
+        """
         if value is not None and (value.content_type, value.content_encoding) != _USUAL_KIND:
             others["value"] = value.content_type, value.content_encoding
-        message: bytes | None = fields.get("message")
-        steps: tuple[tuple[str, Stored], ...] | None = fields.get("steps")
         if message is not None or steps:
             others["long"] = [
                 None if message is None else b64encode(message).decode(),
                 [
                     [name, each.content_type, each.content_encoding, b64encode(each.body).decode()]
-                    for name, each in steps or ()
+                    for name, each in steps
                 ],
             ]
         # Most runs of a process have the same values.
-        line = self._usual(tuple(map(fields.get, self.defaults, self._values)))
+        line = self._usual(tuple(fields.items()))
         if others:
             line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
         return line
 
-    def _line(self, values: tuple[Any, ...]) -> bytes:
-        unusual = {
-            name: value
-            for (name, default), value in zip(self.defaults.items(), values, strict=True)
-            if value != default
-        }
+    def fields_of(self, stored: StoredRecord) -> dict[str, Any]:
+        """Return the fields of a record that its line may have."""
+        known = {name: getattr(stored.record, name, None) for name in self.defaults}
+        return known | {"requeues": stored.requeues}
+
+    def _line(self, items: tuple[tuple[str, Any], ...]) -> bytes:
+        unusual = {name: value for name, value in items if value != self.defaults[name]}
         return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:

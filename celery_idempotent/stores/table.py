@@ -210,6 +210,12 @@ class VerbArguments:
     claim: Record | None = None
 
 
+def claim_arguments(request: records.ClaimRequest) -> VerbArguments:
+    """Return the arguments of a claim."""
+    fields, lease_ms = fields_from(request), request.lease_ms
+    return VerbArguments(fields, request.attempt, delay_ms=lease_ms, keep_ms=request.keep_ms)
+
+
 def settle_arguments(request: SettleRequest) -> VerbArguments:
     """Return the arguments of a settle."""
     return VerbArguments(

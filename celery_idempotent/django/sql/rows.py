@@ -49,7 +49,6 @@ STATE, TOKEN, DEADLINE, EXPIRES = (
 _MOMENTS = {"created_ms", "updated_ms", "deadline_ms", "due_ms", "expires_ms"}
 
 _CODEC = FieldCodec("fingerprint", *COLUMNS, ascii_only=True)
-_NAMES = (*(name for name in _CODEC.defaults if name != "requeues"), "message", "steps", "value")
 #: Bytes in the line, as hexadecimal digits.
 _IDS = ("fingerprint", "attempt")
 
@@ -71,9 +70,14 @@ def _sized(text: str) -> bytes:
 def column_values(stored: StoredRecord) -> tuple[object, ...]:
     """Return what :data:`COLUMNS` are for a record."""
     record = stored.record
-    fields = {name: getattr(record, name) for name in _NAMES} | {"requeues": stored.requeues}
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
-    line = _CODEC.encode(fields, {name: each.hex() for name, each in ids.items() if each})
+    line = _CODEC.encode(
+        _CODEC.fields_of(stored),
+        {name: each.hex() for name, each in ids.items() if each},
+        value=record.value,
+        message=record.message,
+        steps=record.steps,
+    )
     # A sweep has to act on a lease, or on a message that it can send.
     due = record.state is State.PROCESSING or record.message is not None
     return (

@@ -24,17 +24,15 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State
+from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, Stored
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
 from celery_idempotent.stores.table import StoredRecord
 
@@ -100,24 +98,39 @@ _STATES = {STARTS[state]: state for state in State}
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
-_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
 
 
-@functools.lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
-    return bytes.fromhex(task_id.replace("-", "")) if _UUID.fullmatch(task_id) else b""
+    """Return the bytes of a UUID in its usual form, none for any other text."""
+    try:
+        packed = bytes.fromhex(task_id.replace("-", ""))
+    except ValueError:
+        return b""
+    return packed if _uuid_of(packed) == task_id else b""
+
+
+def _uuid_of(packed: bytes) -> str:
+    t = packed.hex()
+    return f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:32]}"
 
 
 def pack_tail(
-    fields: Mapping[str, Any], *, attempt: bytes = NO_ATTEMPT, write: bytes = _NO_WRITE
+    fields: Mapping[str, Any],
+    *,
+    task_id: str,
+    fingerprint: bytes | None,
+    value: Stored | None = None,
+    message: bytes | None = None,
+    steps: Sequence[tuple[str, Stored]] = (),
+    attempt: bytes = NO_ATTEMPT,
+    write: bytes = _NO_WRITE,
 ) -> bytes:
-    """Return a record from its flags on."""
-    fingerprint, task_id, value = fields["fingerprint"], fields["task_id"], fields.get("value")
+    """Return a record from its flags on; ``fields`` are those of its line."""
     task = _bytes_of_uuid(task_id)
     others = {"task_id": task_id} if task_id and not task else {}
-    line = _CODEC.encode(fields, others)
+    line = _CODEC.encode(fields, others, value=value, message=message, steps=steps)
     flags = _ASKS if fields.get("reserved") or "long" in others else 0
     if value is not None:
         flags |= _HAS_VALUE
@@ -133,9 +146,16 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
     times = record.updated_ms, record.deadline_ms or 0
     start = STARTS[record.state], record.token, record.created_ms
-    fields = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
-    fields["requeues"] = stored.requeues
-    tail = pack_tail(fields, attempt=stored.attempt or NO_ATTEMPT, write=write)
+    tail = pack_tail(
+        _CODEC.fields_of(stored),
+        task_id=record.task_id,
+        fingerprint=record.fingerprint,
+        value=record.value,
+        message=record.message,
+        steps=record.steps,
+        attempt=stored.attempt or NO_ATTEMPT,
+        write=write,
+    )
     return _FRONT.pack(*start, *counts, *times) + tail
 
 
@@ -154,8 +174,7 @@ def unpack(
         others = _CODEC.decode(line, value if flags & _HAS_VALUE else None)
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
-            t = task.hex()
-            others["task_id"] = f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:]}"
+            others["task_id"] = _uuid_of(task)
         record = Record(
             identity=identity,
             state=_STATES[start],  # KeyError for another version

@@ -40,6 +40,9 @@ def plain(*words: bytes, node: Any = None) -> Command:
     return Command(words, node=node)
 
 
+_NUMBERS = [b"%d" % number for number in range(8)]
+
+
 class Script:
     """A script that servers know by its digest."""
 
@@ -49,7 +52,7 @@ class Script:
 
     def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
         """Return the command that runs this script, on keys of one bucket."""
-        return Command((b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args), self.source)
+        return Command((b"EVALSHA", self.digest, _NUMBERS[len(keys)], *keys, *args), self.source)
 
 
 #: Read now: a process may be forked while a thread reads one. From a zipapp, too.

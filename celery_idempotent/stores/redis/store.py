@@ -10,13 +10,20 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery_idempotent import records
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, Record, ResultWrite, Selection, SettleRequest, State
+from celery_idempotent.records import (
+    ClaimRequest,
+    Identity,
+    Record,
+    ResultWrite,
+    Selection,
+    SettleRequest,
+    State,
+)
 from celery_idempotent.stores import base, table
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
@@ -39,10 +46,6 @@ _SETTLED: dict[bytes, records.SettledWith] = {b"stored": "stored", b"settled": "
 _FIRST = {
     rule.verb: rule for rule in table.TABLE if rule.then in table.LEASED and None in rule.found
 }
-#: The fields that a settle carries over, without those that its script copies.
-_COPIED = ("token", "created_ms", "crashes", "attempts")
-_CARRIED = tuple(name for name in table.OUTCOME if name not in _COPIED)
-_carried_by = attrgetter(*_CARRIED)
 _CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
 #: The key of ``swap`` that indexes the records of a state.
 _IN_LEASES = b"2"
@@ -78,17 +81,66 @@ class RedisStore(base.Store):
 
     # -- the verbs of a run --
 
+    def claim(self, request: ClaimRequest) -> records.Answer:
+        tail = layout.pack_tail(
+            {"worker": request.worker, "on_stale": request.on_stale},
+            task_id=request.task_id,
+            fingerprint=request.fingerprint,
+            message=request.message,
+            attempt=request.attempt,
+        )
+        identity, lease_ms = request.identity, request.lease_ms
+        found = self._take_free(identity, _PROCESSING, b"1", tail, lease_ms, request.keep_ms)
+        if isinstance(found, bytes):
+            token, now_ms = _STAMP.unpack(found)
+            record = Record(
+                identity=identity,
+                state=_PROCESSING,
+                token=token,
+                created_ms=now_ms,
+                updated_ms=now_ms,
+                deadline_ms=now_ms + lease_ms,
+                fingerprint=request.fingerprint,
+                task_id=request.task_id,
+                worker=request.worker,
+                on_stale=request.on_stale,
+                message=request.message,
+            )
+            return records.Claimed(record)
+        args = table.claim_arguments(request)
+        answer = self._at(identity, lambda snapshot: self._take("claim", snapshot, args), found)
+        return records.Claimed(answer) if isinstance(answer, Record) else answer
+
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> base.Taken:
-        rule, lease_ms = _FIRST[verb], args.delay_ms or 0
-        tail = layout.pack_tail(args.fields, attempt=args.attempt or b"")
-        times = b"%d" % lease_ms, b"%d" % (lease_ms + args.keep_ms)
+        """Reserve a key; a claim comes here only in other stores."""
+        fields, delay_ms = args.fields, args.delay_ms or 0
+        tail = layout.pack_tail(
+            {"reserved": True, "uncommitted": fields["uncommitted"]},
+            task_id=fields["task_id"],
+            fingerprint=fields["fingerprint"],
+            message=fields["message"],
+            attempt=args.attempt or b"",
+        )
+        found = self._take_free(identity, State.QUEUED, b"0", tail, delay_ms, args.keep_ms)
+        if isinstance(found, bytes):
+            token, now_ms = _STAMP.unpack(found)
+            return table.after(_FIRST[verb], None, args, now_ms, token).record
+        return self._at(identity, lambda snapshot: self._take(verb, snapshot, args), found)
+
+    def _take_free(
+        self,
+        identity: Identity,
+        state: State,
+        attempts: bytes,
+        tail: bytes,
+        delay_ms: int,
+        keep_ms: int,
+    ) -> Reply:
+        times = b"%d" % delay_ms, b"%d" % (delay_ms + keep_ms)
         keys = self._keys.of_record(identity)[:2]
-        call = _CLAIM.call(keys, *times, layout.STARTS[rule.then], b"%d" % rule.attempts, tail)
+        call = _CLAIM.call(keys, *times, layout.STARTS[state], attempts, tail)
         (found,) = exchange(self._link, (call,))
-        if not isinstance(found, bytes):
-            return self._at(identity, lambda snapshot: self._take(verb, snapshot, args), found)
-        token, now_ms = _STAMP.unpack(found)
-        return table.after(rule, None, args, now_ms, token).record
+        return found
 
     def settle(self, request: SettleRequest) -> bool:
         return self._settle(request) != "lost"
@@ -112,11 +164,15 @@ class RedisStore(base.Store):
     ) -> records.SettledWith:
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
-            fields = table.fields_from(request)
-            fields.update(zip(_CARRIED, _carried_by(record), strict=True))
+            tail = layout.pack_tail(
+                {"note": record.note, "replaced": request.replaced, "swept": request.swept},
+                task_id=record.task_id,
+                fingerprint=record.fingerprint,
+                value=request.value,
+            )
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
             life = b"%d" % max(request.keep_ms, 1)
-            args: tuple[bytes, ...] = layout.STARTS[request.state], life, layout.pack_tail(fields)
+            args: tuple[bytes, ...] = layout.STARTS[request.state], life, tail
             if result is not None:
                 keys = *keys, result.key
                 args = *args, result.payload, b"%d" % result.expires_s
@@ -141,13 +197,13 @@ class RedisStore(base.Store):
             return False
         no_record = b"", b"", b"", b""
         write = _END.call((result.key,), *no_record, result.payload, b"%d" % result.expires_s)
-        return self._exchange(write) == [b"stored"]
+        return exchange(self._link, (write,)) == [b"stored"]
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
     ) -> bool:
         keys = self._keys.of_record(identity)[:2]
-        (found,) = self._exchange(_END.call(keys, layout.pack_own(token)))
+        (found,) = exchange(self._link, (_END.call(keys, layout.pack_own(token)),))
         return isinstance(found, bytes) or super().release(
             identity, token=token, requeue_ms=requeue_ms, note=note
         )
