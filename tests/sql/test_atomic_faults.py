@@ -536,7 +536,8 @@ class TestTransfers:
         place.conf["idempotency_lease"] = 2
         if kind == "hybrid":
             place.conf["idempotency_store"] = place.hybrid
-        pooled = open_pooler(place.alias, default_pool_size=20) if kind == "pgbouncer" else {}
+        pool = {"default_pool_size": 20, "server_login_retry": 1}
+        pooled = open_pooler(place.alias, **pool) if kind == "pgbouncer" else {}
         for name in ACCOUNTS:
             databases.execute(place.alias, "INSERT INTO accounts VALUES (%s, 100)", (name,))
         workers = [

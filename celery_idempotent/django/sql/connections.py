@@ -94,21 +94,19 @@ class Session:
 
     @contextlib.contextmanager
     def _executed(self, sql: str, params: Sequence[Any]) -> Iterator[Any]:
-        if not _is_psycopg_3(self.connection):
+        raw: Any = self.connection.connection
+        if raw is None or not _is_psycopg_3(self.connection):
             with self.connection.cursor() as cursor:
                 cursor.execute(sql, params)
                 yield cursor
             return
         from psycopg import Cursor
 
+        if self._prepare and raw.prepare_threshold is None:
+            raw.prepare_threshold = _NEVER
         # Not by Django's cursor, which takes longer, and has none prepared: planning takes longer than executing.
-        self.connection.ensure_connection()
-        with self.connection.wrap_database_errors:
-            raw: Any = self.connection.connection
-            if self._prepare and raw.prepare_threshold is None:
-                raw.prepare_threshold = _NEVER
-            with Cursor(raw) as cursor:
-                yield cursor.execute(sql, params, prepare=self._prepare)
+        with self.connection.wrap_database_errors, Cursor(raw) as cursor:
+            yield cursor.execute(sql, params, prepare=self._prepare)
 
     def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
