@@ -59,6 +59,13 @@ def _methods(value: object) -> tuple[str, ...]:
     return found
 
 
+def _paths(value: object) -> tuple[str, ...]:
+    found = _strings(value)
+    if not all(each.startswith("/") for each in found):
+        raise ValueError('must each begin with "/"')  # no request would be guarded
+    return found
+
+
 class GivenOptions(TypedDict, total=False):
     """The options of the middleware as they are given; the page on HTTP describes them."""
 
@@ -91,7 +98,7 @@ class MiddlewareOptions(HttpOptions):
     scope: RequestFunction | None = option(None, _caller)  # of ASGI it may be a coroutine function
     atomic: bool = option(False, _not_atomic)
     methods: tuple[str, ...] = option(("POST", "PATCH"), _methods)
-    paths: tuple[str, ...] = option(("/",), _strings)
+    paths: tuple[str, ...] = option(("/",), _paths)
     release_large: bool = option(False, flag)
     name: str = option(HTTP_NAMESPACE, accept_if(is_text, "must be a short string"))
 

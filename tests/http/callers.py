@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
+from wsgiref.util import setup_testing_defaults
+from wsgiref.validate import validator
 
 import celery_idempotent.asgi
 import celery_idempotent.wsgi
@@ -82,7 +84,7 @@ def asgi_app(handler: Handler) -> Any:
 def wsgi_app(handler: Handler) -> Any:
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
         path = environ["SCRIPT_NAME"] + environ["PATH_INFO"]
-        body = environ["wsgi.input"].read()
+        body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
         status, headers, parts = handler(Call(environ["REQUEST_METHOD"], path, body, environ))
         start_response(f"{status} As It Is", headers)
         yield from parts
@@ -185,6 +187,7 @@ class WsgiClient(Client):
         return self.serve(environ)
 
     def serve(self, environ: dict[str, Any]) -> Answer:
+        setup_testing_defaults(environ)
         started: list[Any] = []
         self.sent.clear()
 
@@ -199,14 +202,13 @@ class WsgiClient(Client):
             started.append((status, headers))
             return write
 
-        iterable = self.app(environ, start_response)
-        try:
-            for part in iterable:
-                with suppress(OSError):
-                    write(part)
-        finally:
-            if hasattr(iterable, "close"):
-                iterable.close()
+        is_valid = environ.get("CONTENT_LENGTH", "0").isdecimal()
+        iterable = (validator(self.app) if is_valid else self.app)(environ, start_response)
+        for part in iterable:
+            with suppress(OSError):
+                write(part)
+        if hasattr(iterable, "close"):
+            iterable.close()
         ((status, headers),) = started
         lower = [(name.lower(), value) for name, value in headers]
         return Answer(int(status.split()[0]), lower, [part for part in self.sent if part])
@@ -215,7 +217,7 @@ class WsgiClient(Client):
 def open_client(kind: str, handler: Handler, **options: Any) -> Any:
     """Return a client of an application behind a door."""
     module: Any = celery_idempotent.asgi if kind == "asgi" else celery_idempotent.wsgi
-    app = (asgi_app if kind == "asgi" else wsgi_app)(handler)
     given = {"store": "memory://", "scope": module.bearer_scope, **options}
-    middleware = module.IdempotencyMiddleware(app, **given)
-    return (AsgiClient if kind == "asgi" else WsgiClient)(middleware)
+    if kind == "asgi":
+        return AsgiClient(module.IdempotencyMiddleware(asgi_app(handler), **given))
+    return WsgiClient(module.IdempotencyMiddleware(validator(wsgi_app(handler)), **given))
