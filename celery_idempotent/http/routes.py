@@ -51,6 +51,29 @@ class _Encoder(json.JSONEncoder):
         return str(o) if isinstance(o, (decimal.Decimal, uuid.UUID)) else super().default(o)
 
 
+def _is_on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _blocking(function: Callable[P, ResponseParts]) -> Callable[P, ResponseParts]:
+    """Refuse to be called on an event loop, which would stop meanwhile."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> ResponseParts:
+        if _is_on_loop():
+            name = function.__name__
+            raise RuntimeError(
+                f"{name}() would stop the event loop: in a coroutine, `await a{name}(...)`."
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _in_thread(
     function: Callable[P, ResponseParts],
 ) -> Callable[P, Awaitable[ResponseParts]]:
@@ -71,6 +94,7 @@ def _parts(answer: Answer) -> ResponseParts:
 # -- enqueue -----------------------------------------------------------------------------------------------------------
 
 
+@_blocking
 def enqueue(
     task: AnyTask,
     args: Sequence[object] = (),
@@ -86,8 +110,7 @@ def enqueue(
 ) -> ResponseParts:
     """Queue ``task`` for a request, once for each key of a caller, and return the response.
 
-    It asks the store and the broker: in a coroutine, ``await aenqueue(...)``. The message is sent at once, so call it
-    after a COMMIT of your own.
+    The message is sent at once, so call it after a COMMIT of your own. In a coroutine, ``await aenqueue(...)``.
 
     Args:
         task: an ``IdempotentTask``. Its fingerprint of the arguments detects another request with the same key.
@@ -105,6 +128,7 @@ def enqueue(
         InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
         InvalidOption: for an option of ``apply_async`` that is set here, ``task_id`` for instance, or a bad
             ``error_status``.
+        RuntimeError: in a coroutine.
     """
     order = _RouteOrder(
         cast("IdempotentTask", task),
@@ -143,6 +167,7 @@ aenqueue = _in_thread(enqueue)
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
+@_blocking
 def task_status(
     task: AnyTask,
     key: str,

@@ -318,6 +318,16 @@ def test_of_a_task_that_is_not_guarded_each_request_is_queued(charge: Any, mode:
     assert task_status(charge, KEY, scope="ann").status == 404
 
 
+@pytest.mark.parametrize("function", [enqueue, task_status])
+def test_on_an_event_loop_it_says_what_to_await(charge: Any, function: Any) -> None:
+    async def route() -> None:
+        function(charge, "k", key="k", scope="ann")
+
+    with pytest.raises(RuntimeError, match=f"await a{function.__name__}"):
+        asyncio.run(route())
+    assert charge.idempotency_record("k", scope="ann") is None
+
+
 def test_a_caller_that_hangs_up_does_not_stop_what_it_asked_for(
     charge: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
