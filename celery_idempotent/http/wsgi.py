@@ -1,0 +1,110 @@
+"""One guarded request to a WSGI application: its body, its run, and what the server gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from io import BytesIO
+from typing import Any
+
+from celery_idempotent.http import requests
+from celery_idempotent.http.answers import Answer, Headers, RequestRefused
+from celery_idempotent.http.middleware import Middleware, Request, Response
+
+Write = Callable[[bytes], object]
+StartResponse = Callable[..., Write]
+
+
+class Exchange:
+    """A guarded request and the response to it."""
+
+    #: The server's; it has a part of the response then.
+    write: Write | None = None
+
+    def __init__(
+        self, middleware: Middleware, environ: Request, start_response: StartResponse
+    ) -> None:
+        self.middleware = middleware
+        self.environ, self.server_start = environ, start_response
+        self.response = Response(middleware.options.max_response_bytes)
+        self.at_end = ExitStack()
+
+    def serve(self) -> Iterable[bytes]:
+        """Answer the request; the application ends when the server has sent what is returned."""
+        with self.at_end:
+            try:
+                found = self._answer()
+            except RequestRefused as refused:
+                found = refused.answer(self.middleware.options.docs_url)
+            if self.write is None:
+                if isinstance(found, Answer):
+                    self.response.become(found)
+                self._start()
+            rest = _Rest([self.response.take()])
+            rest.close = self.at_end.pop_all().close
+            return rest
+
+    def _answer(self) -> object:
+        """Return the response of the application, or an answer in its place."""
+        middleware, environ = self.middleware, self.environ
+        identity = middleware.identity(environ, middleware.scope(environ))
+        body = _read(environ, middleware.options.max_request_bytes)
+        self.environ = {**environ, "wsgi.input": BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        self.environ.pop("HTTP_TRANSFER_ENCODING", None)
+        return middleware.answer(environ, identity, body, self._run)
+
+    def _run(self) -> Response:
+        """Run the application, and return its response when that is complete."""
+        parts = self.middleware.app(self.environ, self._start_response)
+        self.at_end.callback(getattr(parts, "close", lambda: None))
+        for part in parts:
+            self._add(part)
+        if not self.response.status:
+            raise RuntimeError("the application did not call start_response")
+        return self.middleware.kept(self.response)
+
+    def _start_response(self, status: str, headers: Headers, exc_info: Any = None) -> Write:
+        if self.write is not None:
+            return self.server_start(status, headers, exc_info)  # which raises it
+        if self.response.status and exc_info is None:
+            raise RuntimeError("the application called start_response twice")
+        code, _, reason = status.partition(" ")
+        self.response.start(int(code), headers, reason)
+        return self._add
+
+    def _add(self, part: bytes) -> None:
+        """Take a part of the body; those before it are passed on if it is too large to be stored."""
+        if self.response.is_large:
+            self.write = self.write or self._start()
+            with suppress(OSError):  # the client has hung up, and the application goes on
+                self.write(self.response.take())
+        self.response.add(part)
+
+    def _start(self) -> Write:
+        response = self.response
+        return self.server_start(f"{response.status} {response.reason}", response.headers)
+
+
+class _Rest(list[bytes]):
+    """The body from where it is not sent yet; a server closes it when it has sent it."""
+
+    close: Callable[[], None]
+
+
+def _read(environ: Request, limit: int) -> bytes:
+    """Receive the body, whole and within its limit."""
+    length, is_chunked = environ.get("CONTENT_LENGTH"), "HTTP_TRANSFER_ENCODING" in environ
+    if is_chunked and not environ.get("wsgi.input_terminated"):
+        raise RequestRefused("length_required", "Send the body with its Content-Length.")
+    parts: list[bytes] = []
+
+    def read() -> int:
+        # No more than there is: a server may wait for the rest of an input that it does not end.
+        left = limit + 1 if is_chunked else int(length or 0)
+        while left and (part := environ["wsgi.input"].read(min(left, 65_536))):
+            parts.append(part)
+            left -= len(part)
+        return sum(map(len, parts))
+
+    requests.receive(length, max_bytes=limit, read=read)
+    return b"".join(parts)
