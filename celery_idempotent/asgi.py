@@ -79,9 +79,8 @@ class IdempotencyMiddleware(Middleware):
 class _Exchange:
     """A guarded request and the response to it."""
 
-    body = b""
-    #: Has the application got the body?
-    is_received = False
+    #: The body, until the application has it.
+    body: bytes | None = None
     #: Has the server a part of the response?
     is_passed = False
     #: The application, once it runs.
@@ -116,15 +115,14 @@ class _Exchange:
         middleware, scope = self.middleware, self.scope
         caller = middleware.scope(scope)
         identity = middleware.identity(scope, await caller if isawaitable(caller) else caller)
-        self.body = await self._read()
-        answer = partial(middleware.answer, scope, identity, self.body, self._run)
+        self.body = body = await self._read()
+        answer = partial(middleware.answer, scope, identity, body, self._run)
         return await self.loop.run_in_executor(middleware.pool, copy_context().run, answer)
 
     async def _read(self) -> bytes:
         """Receive the body, whole and within its limit."""
         length = read_header(self.scope, "Content-Length")
         limit = self.middleware.options.max_request_bytes
-        requests.declared_size(length, max_bytes=limit)
         parts, size, more = list[bytes](), 0, True
         while more and 0 <= size <= limit:
             message = await self.receive()
@@ -155,9 +153,9 @@ class _Exchange:
 
     async def _receive(self) -> Message:
         """Give the application the body; a client that hangs up does so after the response."""
-        if not self.is_received:
-            self.is_received = True
-            return {"type": "http.request", "body": self.body, "more_body": False}
+        body, self.body = self.body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
         await self.sent.wait()
         return {"type": "http.disconnect"}
 
@@ -166,7 +164,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             raw = message.get("headers", ())
             headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in raw]
-            self.response.start(message["status"], headers)
+            self.response.status, self.response.headers = message["status"], headers
         elif message["type"] == "http.response.body" and not self.complete.done():
             if self.response.is_large:
                 await self._pass(more=True)

@@ -45,25 +45,16 @@ KEY_HEADER: Final = "Idempotency-Key"
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else ()
-    if not found or not all(isinstance(each, str) for each in found):
-        raise ValueError("must be a sequence of strings")
-    return found
+def _each(accepts: Callable[[str], bool], message: str) -> Callable[[object], tuple[str, ...]]:
+    """Return a reader of one or more strings that ``accepts(each)``."""
 
+    def read(value: object) -> tuple[str, ...]:
+        found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else ()
+        if not found or not all(isinstance(each, str) and accepts(each) for each in found):
+            raise ValueError(message)
+        return found
 
-def _methods(value: object) -> tuple[str, ...]:
-    found = tuple(map(str.upper, _strings(value)))
-    if not METHODS.issuperset(found):
-        raise ValueError(f"must be some of {', '.join(sorted(METHODS))}")
-    return found
-
-
-def _paths(value: object) -> tuple[str, ...]:
-    found = _strings(value)
-    if not all(each.startswith("/") for each in found):
-        raise ValueError('must each begin with "/"')  # no request would be guarded
-    return found
+    return read
 
 
 class GivenOptions(TypedDict, total=False):
@@ -85,6 +76,10 @@ class GivenOptions(TypedDict, total=False):
     docs_url: str
 
 
+_methods = _each(METHODS.__contains__, "must be a sequence of POST, PUT, PATCH and DELETE")
+_paths = _each(
+    lambda path: path.startswith("/"), 'must be a sequence of paths, which begin with "/"'
+)
 _caller = accept_if(callable, "must be a function of the request")
 _not_atomic = accept_if(
     lambda value: value is False, "needs the transactions of Django: use @idempotent_view"
@@ -184,14 +179,10 @@ class Response:
     """The response of an application, or another in its place; ``parts`` of the body are not sent yet."""
 
     status, reason, size = 0, "", 0
+    headers: Headers
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.headers, self.parts = Headers(), list[bytes]()
-
-    def start(self, status: int, headers: Headers, reason: str = "") -> None:
-        """Set the status and the headers."""
-        self.status, self.headers, self.reason = status, headers, reason
+        self.max_bytes, self.parts = max_bytes, list[bytes]()
 
     def add(self, part: bytes) -> None:
         """Add a part of the body."""
@@ -212,14 +203,13 @@ class Response:
         return taken
 
     def become(self, answer: Answer) -> None:
-        """Become an answer, of which the application knows nothing."""
-        status, headers, body = answer.status, list(answer.headers), answer.body
+        """Become an answer that is not the application's."""
+        self.status, self.headers, body = answer.status, list(answer.headers), answer.body
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
-        if status >= 200 and status not in (204, 304):
-            headers.append(("Content-Length", str(len(body))))
-        self.start(status, headers, answer.reason or HTTPStatus(status).phrase)
-        self.parts = [body]
+        if self.status >= 200 and self.status not in (204, 304):
+            self.headers.append(("Content-Length", str(len(body))))
+        self.reason, self.parts = answer.reason or HTTPStatus(self.status).phrase, [body]
 
 
 def _pack(response: Response, *, name: str) -> Stored:

@@ -130,18 +130,6 @@ def http_identity(namespace: str, scope: object, key: str) -> Identity:
 _NO_QUERY: Final = form({})
 
 
-def declared_size(content_length: object, *, max_bytes: int) -> int:
-    """Return the size of a body by its ``Content-Length``, 0 without one.
-
-    Raises:
-        RequestRefused: ``body_unreadable`` or ``request_too_large``.
-    """
-    text = str(content_length or "0").strip()
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
-    return _within(int(text), max_bytes)
-
-
 def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) -> None:
     """Compare the size of a body, which ``read`` receives and returns, with the one declared.
 
@@ -150,24 +138,24 @@ def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) 
     Raises:
         RequestRefused: ``body_incomplete``, ``body_unreadable`` or ``request_too_large``.
     """
-    declared = declared_size(content_length, max_bytes=max_bytes)
-    try:
-        size = read()
-    except OSError:  # of a server that notices that it broke off
-        size = -1
-    if _within(size, max_bytes) < declared:
-        raise RequestRefused(
-            "body_incomplete",
-            "Less of it arrived than the request declares. Send the same request with the same key again.",
-        )
-
-
-def _within(size: int, max_bytes: int) -> int:
+    text = str(content_length or "0").strip()
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
+        raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
+    size = declared = int(text)
+    if declared <= max_bytes:
+        try:
+            size = read()
+        except OSError:  # of a server that notices that it broke off
+            size = -1
     if size > max_bytes:
         raise RequestRefused(
             "request_too_large", f"An idempotent request has up to {max_bytes} bytes."
         )
-    return size
+    if size < declared:
+        raise RequestRefused(
+            "body_incomplete",
+            "Less of it arrived than the request declares. Send the same request with the same key again.",
+        )
 
 
 def request_fingerprint(

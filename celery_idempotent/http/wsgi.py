@@ -66,10 +66,11 @@ class Exchange:
     def _start_response(self, status: str, headers: Headers, exc_info: Any = None) -> Write:
         if self.write is not None:
             return self.server_start(status, headers, exc_info)  # which raises it
-        if self.response.status and exc_info is None:
+        response = self.response
+        if response.status and exc_info is None:
             raise RuntimeError("the application called start_response twice")
-        code, _, reason = status.partition(" ")
-        self.response.start(int(code), headers, reason)
+        code, _, response.reason = status.partition(" ")
+        response.status, response.headers = int(code), headers
         return self._add
 
     def _add(self, part: bytes) -> None:

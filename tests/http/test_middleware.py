@@ -120,7 +120,7 @@ def test_without_a_key_that_is_not_required_it_just_runs(kind: str, shop: Shop) 
 
 
 def test_other_methods_and_paths_run_unguarded(kind: str, shop: Shop) -> None:
-    client = open_client(kind, shop, paths=("/pay",), methods=["post"])
+    client = open_client(kind, shop, paths=("/pay",), methods=["POST"])
     for asked in ({"method": "GET"}, {"method": "PATCH"}, {"path": "/other"}):
         assert client.ask(None, **asked).status == 201
     assert client.ask(None, path="/pay/17").status == 400
@@ -330,11 +330,11 @@ def test_requests_that_say_something_else_are_others(client: Any, one: Any, two:
         ({"store": 5}, "must be a URL, a store or a Celery app"),
         ({"store": "nowhere://"}, "scheme 'nowhere'"),
         ({"atomic": True}, "needs the transactions of Django"),
-        ({"methods": "POST"}, "sequence of strings"),
-        ({"methods": ["GET"]}, "some of DELETE, PATCH, POST, PUT"),
-        ({"paths": "/"}, "sequence of strings"),
-        ({"paths": ()}, "sequence of strings"),
-        ({"paths": ["/pay", "orders"]}, 'each begin with "/"'),
+        ({"methods": "POST"}, "must be a sequence"),
+        ({"methods": ["GET"]}, "sequence of POST, PUT"),
+        ({"paths": "/"}, "must be a sequence"),
+        ({"paths": ()}, "must be a sequence"),
+        ({"paths": ["/pay", "orders"]}, 'which begin with "/"'),
         ({"name": ""}, "short string"),
         ({"unstored": [500]}, "below 500"),
     ],
