@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from tests.support.admin import make_app
 from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.pages import block
+from tests.support.paths import ROOT
 from tests.support.workers import Worker
 
-RIGHTS = {
-    who: block("running", who, "text").split("\n")[1].split() for who in ("worker", "operator")
-}
+WORKER = block("running", "worker", "text").split("\n")[1].split()
+(MORE,) = re.findall(
+    r"^- `([^`]+)` for an operator", (ROOT / "docs" / "running.md").read_text(), re.MULTILINE
+)
+RIGHTS = {"worker": WORKER, "operator": [*WORKER, *MORE.split()]}
 COMMANDS = {who: [each[1:] for each in words if each[0] == "+"] for who, words in RIGHTS.items()}
 
 
