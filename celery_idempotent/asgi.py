@@ -140,11 +140,13 @@ class _Exchange:
 
     async def _respond(self) -> Response:
         """Start the application, and return its response when that is complete."""
+        # What is sent by path or in trailers, for example, would not be in the record. The scope is no copy: middleware
+        # around this one finds the route in it.
         known = (self.scope.get("extensions") or {}).items()
-        # What is sent as a file or in trailers, for example, would not be in the record.
-        extensions = {name: value for name, value in known if not name.startswith("http.response")}
-        scope = {**self.scope, "extensions": extensions}
-        self.running = asyncio.ensure_future(self.middleware.app(scope, self._receive, self._send))
+        shown = {name: value for name, value in known if not name.startswith("http.response")}
+        self.scope["extensions"] = shown
+        app = self.middleware.app(self.scope, self._receive, self._send)
+        self.running = asyncio.ensure_future(app)
         await asyncio.wait((self.running, self.complete), return_when=asyncio.FIRST_COMPLETED)
         if not self.complete.done():
             await self.running

@@ -19,7 +19,7 @@ from celery_idempotent.protocol.options import fields_by_option
 from celery_idempotent.signals import Event, replayed
 from celery_idempotent.stores import open_store
 from celery_idempotent.wsgi import IdempotencyMiddleware as OfWSGI
-from tests.http.callers import KINDS, AsgiClient, Call, WsgiClient, open_client
+from tests.http.callers import KINDS, Answer, AsgiClient, Call, WsgiClient, open_client
 from tests.http.sites import new_key
 from tests.stores.hybrids import CountingLink
 
@@ -495,16 +495,36 @@ def test_more_requests_than_threads_wait_for_one() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
-    async def burst() -> list[Any]:
-        keys = [{**client.headers, "Idempotency-Key": new_key()} for _ in range(3)]
-        scopes = [client.scope("POST", "/pay", "", headers) for headers in keys]
-        return await asyncio.gather(*(client.serve(scope, [b""]) for scope in scopes))
-
     running: list[str] = []
     client = asgi(app, threads=1)
-    answers = asyncio.run(burst())
-    assert [each.status for each in answers] == [200] * 3
+    answers = asyncio.run(burst(client, [new_key() for _ in range(3)]))
+    assert [each.replayed for each in answers] == [False] * 3
     assert running == ["begun", "done"] * 3
+
+
+async def burst(client: AsgiClient, keys: list[str]) -> list[Answer]:
+    headers = [{**client.headers, "Idempotency-Key": key} for key in keys]
+    scopes = [client.scope("POST", "/pay", "", each) for each in headers]
+    return await asyncio.gather(*(client.serve(scope, [b""]) for scope in scopes))
+
+
+def test_a_repetition_that_waits_does_not_stop_the_loop() -> None:
+    async def app(scope: Any, _: Any, send: Any) -> None:
+        scope["route"] = "/pay"
+        while len(asked) < 3:
+            await asyncio.sleep(0.001)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def around(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope)
+        await inner(scope, receive, send)
+
+    asked: list[Any] = []
+    inner = asgi(app, wait=30).app
+    answers = asyncio.run(burst(AsgiClient(around), [new_key()] * 3))
+    assert sorted(each.replayed for each in answers) == [False, True, True]
+    assert [each.get("route") for each in asked] == ["/pay", None, None]
 
 
 def test_the_application_of_a_django_project_is_one(tmp_path: Any) -> None:
