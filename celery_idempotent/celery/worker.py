@@ -111,7 +111,9 @@ class Request(CeleryRequest):
                 # Before the message goes back. The pool kills a living child only when this has returned.
                 looked.wait(0.25)
         except Exception:
-            logger.exception("idempotency: could not look after task %s of a lost child", self.id)
+            logger.exception(
+                "idempotency: could not handle task %s of a lost child process", self.id
+            )
 
 
 def interrupt_claim(

@@ -70,7 +70,7 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "rolled_back": (503, "The transaction was rolled back", True),
     "result_unavailable": (503, "The result cannot be fetched", True),
     "not_queued": (503, "The task could not be queued", True),
-    "timed_out": (504, "The task never came back", False),
+    "timed_out": (504, "The worker of the task never came back", False),
 }
 
 
@@ -155,7 +155,7 @@ def pack_response(answer: Answer, *, max_bytes: int, name: str, why: str = "") -
     if why:
         body = b""
         logger.warning(
-            "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
+            "idempotency: the response of %s is not stored (%s): a repetition gets 410", name, why
         )
         lines.append(f"{_NOT_KEPT}: {why}")
     lines += [f"{key}: {value}" for key, value in answer.headers if key.lower() not in NEVER_KEPT]

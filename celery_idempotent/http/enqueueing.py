@@ -124,7 +124,7 @@ class Order:
             if not issubclass(error, permanent) or status not in range(400, 600):
                 raise InvalidOption(
                     f"error_status of enqueue(): {error.__name__} is not in idempotency_permanent_errors of task "
-                    f"{task.name}, so that no answer about it is stored, or {status!r} is no status from 400 to 599."
+                    f"{task.name}, so no response about it is stored, or {status!r} is not a status from 400 to 599."
                 )
 
     # -- the framework's part ------------------------------------------------------------------------------------------

@@ -37,7 +37,9 @@ def _callable(value: object) -> RequestFunction:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"cannot be imported: {error}") from error
     if not callable(found) or iscoroutinefunction(found):
-        raise ValueError("must be a function of the request, no coroutine, or its dotted path")
+        raise ValueError(
+            "must be a function of the request (not a coroutine function), or its dotted path"
+        )
     return found
 
 

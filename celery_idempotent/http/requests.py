@@ -119,7 +119,7 @@ def http_identity(namespace: str, scope: object, key: str) -> Identity:
     except InvalidKey as error:
         logger.warning("idempotency: a caller is refused: %s", error)
         raise RequestRefused(
-            "caller_unknown", "What the request says of its sender is no name."
+            "caller_unknown", "The request does not identify its sender."
         ) from None
     return Identity(namespace=namespace, scope=whose, key=text)
 
@@ -140,7 +140,7 @@ def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) 
     """
     text = str(content_length or "0").strip()
     if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
+        raise RequestRefused("body_unreadable", "Its Content-Length is not a number.")
     size = declared = int(text)
     if declared <= max_bytes:
         try:
@@ -149,12 +149,12 @@ def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) 
             size = -1
     if size > max_bytes:
         raise RequestRefused(
-            "request_too_large", f"An idempotent request has up to {max_bytes} bytes."
+            "request_too_large", f"An idempotent request may have up to {max_bytes} bytes."
         )
     if size < declared:
         raise RequestRefused(
             "body_incomplete",
-            "Less of it arrived than the request declares. Send the same request with the same key again.",
+            "It is shorter than the request declares. Send the same request with the same key again.",
         )
 
 

@@ -67,7 +67,7 @@ def _blocking(function: Callable[P, ResponseParts]) -> Callable[P, ResponseParts
         if _is_on_loop():
             name = function.__name__
             raise RuntimeError(
-                f"{name}() would stop the event loop: in a coroutine, `await a{name}(...)`."
+                f"{name}() would block the event loop: in a coroutine, `await a{name}(...)`."
             )
         return function(*args, **kwargs)
 

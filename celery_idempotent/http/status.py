@@ -66,7 +66,7 @@ def status_answer(
         raise RequestRefused("store_unavailable", "Ask again later.") from error
     if record is None or record.uncommitted:
         # The same answer for a key that never existed, was forgotten, may be rolled back, or is another caller's.
-        raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
+        raise RequestRefused("unknown_key", "You have no such key, or its record has expired.")
     definition = definition_of(app, namespace, load=True)
     task: Any = None if definition is None else app.tasks[definition.name]
     described = describe(record, key=key, task=task, encoder=encoder)

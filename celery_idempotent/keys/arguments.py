@@ -138,7 +138,7 @@ def compile_rule(
         return ArgumentRule(parameters, paths=paths, single=names is not option)
     if not callable(option):
         raise InvalidOption(
-            f"{where} is the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or "
+            f"{where} must be the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or "
             f"None, not {type_name(option)}."
         )
     with suppress(ValueError):  # some callables written in C have no signature
