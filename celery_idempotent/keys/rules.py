@@ -114,8 +114,8 @@ class Identifier:
         self._parameters = parameters = Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
-                f"idempotency_namespace of task {task_name} must be 1 to {MAX_CHARS} printable characters; the default is "
-                "the name of the task."
+                f"idempotency_namespace of task {task_name} must be 1 to {MAX_CHARS} printable characters; the default "
+                "is the name of the task."
             )
         compiled = partial(compile_rule, parameters=parameters, task=task_name)
         scope_rule = compiled(scope, what="idempotency_scope")
