@@ -64,11 +64,6 @@ class Event:
     state: State | None = None
     seconds: float | None = None
 
-    @property
-    def namespace(self) -> str:
-        """The namespace of the key, ``""`` without one."""
-        return "" if self.identity is None else self.identity.namespace
-
 
 class Line(NamedTuple):
     """The level of a log line, and its text, with names that an event fills in."""

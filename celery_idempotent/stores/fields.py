@@ -24,6 +24,7 @@ _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
 _UTF_8 = ("utf-8", "surrogatepass")
 #: The content type and encoding of almost every value, which are left out.
 _USUAL_KIND = ("application/json", "utf-8")
+Steps = Sequence[tuple[str, Stored]]
 _from_json = json.JSONDecoder().decode
 
 
@@ -47,15 +48,11 @@ class FieldCodec:
         self,
         fields: Mapping[str, Any],
         others: dict[str, Any],
-        *,
         value: Stored | None = None,
         message: bytes | None = None,
-        steps: Sequence[tuple[str, Stored]] = (),
+        steps: Steps = (),
     ) -> bytes:
-        """Return the line of some ``fields``, and of ``others`` of the store's own.
-
-        Message and steps, which may be long, come last; of the value it has the type alone.
-        """
+        """Return the line, with ``others`` of the store's own, the value's type, and at last what may be long."""
         if value is not None and (value.content_type, value.content_encoding) != _USUAL_KIND:
             others["value"] = value.content_type, value.content_encoding
         if message is not None or steps:

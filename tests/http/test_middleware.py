@@ -371,7 +371,7 @@ def test_a_fingerprint_of_ones_own_is_given_the_body(kind: str, shop: Shop) -> N
 
 def test_names_keep_two_services_in_one_store_apart(kind: str) -> None:
     def note(sender: Any, event: Event, **_: Any) -> None:
-        told.append((sender, event.task, event.namespace))
+        told.append((sender, event.task, event.identity and event.identity.namespace))
 
     told: list[Any] = []
     store, key, names = open_store("memory://"), new_key(), ("books", "cars")

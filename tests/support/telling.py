@@ -103,7 +103,7 @@ def assert_told(heard: Heard, *expected: str, task: str, namespace: str, who: st
         if event.state is not None:
             assert event.state.value in rows[name].states
         if name != "swept":
-            assert (event.task, event.namespace) == (task, namespace)
+            assert (event.task, event.identity and event.identity.namespace) == (task, namespace)
             assert event.task_id
 
 

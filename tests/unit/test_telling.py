@@ -328,7 +328,7 @@ class TestSweep:
         claim(place.store, Identity(namespace="gone", key="o"))
         place.sweep()
         event = heard.events[0][2]
-        assert (event.task, event.namespace) == ("gone", "gone")
+        assert (event.task, event.identity.namespace) == ("gone", "gone")
 
 
 class TestOperator:
@@ -378,7 +378,6 @@ def test_an_event_is_frozen_and_has_no_dict():
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.task = "another"  # type: ignore[misc]
     assert not hasattr(event, "__dict__")
-    assert event.namespace == ""
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["", "whatever a receiver raises"])

@@ -71,13 +71,9 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
     """Return what :data:`COLUMNS` are for a record."""
     record = stored.record
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
-    line = _CODEC.encode(
-        _CODEC.fields_of(stored),
-        {name: each.hex() for name, each in ids.items() if each},
-        value=record.value,
-        message=record.message,
-        steps=record.steps,
-    )
+    others = {name: each.hex() for name, each in ids.items() if each}
+    fields, long = _CODEC.fields_of(stored), (record.message, record.steps)
+    line = _CODEC.encode(fields, others, record.value, *long)
     # A sweep has to act on a lease, or on a message that it can send.
     due = record.state is State.PROCESSING or record.message is not None
     return (

@@ -27,13 +27,13 @@ from __future__ import annotations
 import functools
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from struct import Struct
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, Stored
-from celery_idempotent.stores.fields import LETTERS, FieldCodec, without_long
+from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, without_long
 from celery_idempotent.stores.table import StoredRecord
 
 BUCKETS = 256  # fixed for ever: it decides the names of records
@@ -118,19 +118,19 @@ def _uuid_of(packed: bytes) -> str:
 
 def pack_tail(
     fields: Mapping[str, Any],
-    *,
     task_id: str,
     fingerprint: bytes | None,
     value: Stored | None = None,
     message: bytes | None = None,
-    steps: Sequence[tuple[str, Stored]] = (),
+    steps: Steps = (),
+    *,
     attempt: bytes = NO_ATTEMPT,
     write: bytes = _NO_WRITE,
 ) -> bytes:
     """Return a record from its flags on; ``fields`` are those of its line."""
     task = _bytes_of_uuid(task_id)
     others = {"task_id": task_id} if task_id and not task else {}
-    line = _CODEC.encode(fields, others, value=value, message=message, steps=steps)
+    line = _CODEC.encode(fields, others, value, message, steps)
     flags = _ASKS if fields.get("reserved") or "long" in others else 0
     if value is not None:
         flags |= _HAS_VALUE
@@ -142,21 +142,13 @@ def pack_tail(
 
 def pack(stored: StoredRecord, write: bytes) -> bytes:
     """Return the whole record."""
-    record = stored.record
+    record, attempt = stored.record, stored.attempt or NO_ATTEMPT
     counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
     times = record.updated_ms, record.deadline_ms or 0
     start = STARTS[record.state], record.token, record.created_ms
-    tail = pack_tail(
-        _CODEC.fields_of(stored),
-        task_id=record.task_id,
-        fingerprint=record.fingerprint,
-        value=record.value,
-        message=record.message,
-        steps=record.steps,
-        attempt=stored.attempt or NO_ATTEMPT,
-        write=write,
-    )
-    return _FRONT.pack(*start, *counts, *times) + tail
+    fields, long = _CODEC.fields_of(stored), (record.value, record.message, record.steps)
+    known = fields, record.task_id, record.fingerprint, *long
+    return _FRONT.pack(*start, *counts, *times) + pack_tail(*known, attempt=attempt, write=write)
 
 
 def unpack(

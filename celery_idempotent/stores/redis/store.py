@@ -42,10 +42,6 @@ _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
 _SETTLED: dict[bytes, records.SettledWith] = {b"stored": "stored", b"settled": "settled"}
-#: The rule of a verb that finds no record.
-_FIRST = {
-    rule.verb: rule for rule in table.TABLE if rule.then in table.LEASED and None in rule.found
-}
 _CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
 #: The key of ``swap`` that indexes the records of a state.
 _IN_LEASES = b"2"
@@ -82,65 +78,52 @@ class RedisStore(base.Store):
     # -- the verbs of a run --
 
     def claim(self, request: ClaimRequest) -> records.Answer:
-        tail = layout.pack_tail(
-            {"worker": request.worker, "on_stale": request.on_stale},
-            task_id=request.task_id,
-            fingerprint=request.fingerprint,
-            message=request.message,
-            attempt=request.attempt,
-        )
+        line = {"worker": request.worker, "on_stale": request.on_stale}
+        about = line, request.task_id, request.fingerprint, None, request.message
+        tail = layout.pack_tail(*about, attempt=request.attempt)
         identity, lease_ms = request.identity, request.lease_ms
-        found = self._take_free(identity, _PROCESSING, b"1", tail, lease_ms, request.keep_ms)
-        if isinstance(found, bytes):
-            token, now_ms = _STAMP.unpack(found)
-            record = Record(
-                identity=identity,
-                state=_PROCESSING,
-                token=token,
-                created_ms=now_ms,
-                updated_ms=now_ms,
-                deadline_ms=now_ms + lease_ms,
-                fingerprint=request.fingerprint,
-                task_id=request.task_id,
-                worker=request.worker,
-                on_stale=request.on_stale,
-                message=request.message,
-            )
-            return records.Claimed(record)
-        args = table.claim_arguments(request)
-        answer = self._at(identity, lambda snapshot: self._take("claim", snapshot, args), found)
-        return records.Claimed(answer) if isinstance(answer, Record) else answer
+        found = self._take_free(_PROCESSING, identity, tail, lease_ms, request.keep_ms)
+        if not isinstance(found, bytes):
+            args = table.claim_arguments(request)
+            answer = self._at(identity, lambda snapshot: self._take("claim", snapshot, args), found)
+            return records.Claimed(answer) if isinstance(answer, Record) else answer
+        token, now_ms = _STAMP.unpack(found)
+        # As `table.after` would make it, in half of the time.
+        record = Record(
+            identity=identity,
+            state=_PROCESSING,
+            token=token,
+            created_ms=now_ms,
+            updated_ms=now_ms,
+            deadline_ms=now_ms + lease_ms,
+            fingerprint=request.fingerprint,
+            task_id=request.task_id,
+            worker=request.worker,
+            on_stale=request.on_stale,
+            message=request.message,
+        )
+        return records.Claimed(record)
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> base.Taken:
         """Reserve a key; a claim comes here only in other stores."""
-        fields, delay_ms = args.fields, args.delay_ms or 0
-        tail = layout.pack_tail(
-            {"reserved": True, "uncommitted": fields["uncommitted"]},
-            task_id=fields["task_id"],
-            fingerprint=fields["fingerprint"],
-            message=fields["message"],
-            attempt=args.attempt or b"",
-        )
-        found = self._take_free(identity, State.QUEUED, b"0", tail, delay_ms, args.keep_ms)
-        if isinstance(found, bytes):
-            token, now_ms = _STAMP.unpack(found)
-            return table.after(_FIRST[verb], None, args, now_ms, token).record
-        return self._at(identity, lambda snapshot: self._take(verb, snapshot, args), found)
+        fields, attempt = args.fields, args.attempt or b""
+        line = {"reserved": True, "uncommitted": fields["uncommitted"]}
+        about = line, fields["task_id"], fields["fingerprint"], None, fields["message"]
+        tail = layout.pack_tail(*about, attempt=attempt)
+        found = self._take_free(State.QUEUED, identity, tail, args.delay_ms or 0, args.keep_ms)
+        if not isinstance(found, bytes):
+            return self._at(identity, lambda snapshot: self._take(verb, snapshot, args), found)
+        token, now_ms = _STAMP.unpack(found)
+        rule = table.decide(verb, None, args, now_ms)
+        return table.after(rule, None, args, now_ms, token).record
 
     def _take_free(
-        self,
-        identity: Identity,
-        state: State,
-        attempts: bytes,
-        tail: bytes,
-        delay_ms: int,
-        keep_ms: int,
+        self, state: State, identity: Identity, tail: bytes, delay_ms: int, keep_ms: int
     ) -> Reply:
         times = b"%d" % delay_ms, b"%d" % (delay_ms + keep_ms)
-        keys = self._keys.of_record(identity)[:2]
-        call = _CLAIM.call(keys, *times, layout.STARTS[state], attempts, tail)
-        (found,) = exchange(self._link, (call,))
-        return found
+        start, attempts = layout.STARTS[state], b"1" if state is _PROCESSING else b"0"
+        call = _CLAIM.call(self._keys.of_record(identity)[:2], *times, start, attempts, tail)
+        return exchange(self._link, (call,))[0]
 
     def settle(self, request: SettleRequest) -> bool:
         return self._settle(request) != "lost"
@@ -164,12 +147,8 @@ class RedisStore(base.Store):
     ) -> records.SettledWith:
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
-            tail = layout.pack_tail(
-                {"note": record.note, "replaced": request.replaced, "swept": request.swept},
-                task_id=record.task_id,
-                fingerprint=record.fingerprint,
-                value=request.value,
-            )
+            line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
+            tail = layout.pack_tail(line, record.task_id, record.fingerprint, request.value)
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
             life = b"%d" % max(request.keep_ms, 1)
             args: tuple[bytes, ...] = layout.STARTS[request.state], life, tail
