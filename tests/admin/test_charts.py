@@ -50,7 +50,9 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
         last_hour=100,
     )
     assert list(chart.totals.values()) == [6, 1, 1, 2, 3, 1]
-    assert chart.summary.startswith("6 runs, 1 releases, 1 failures, 2 replays, 3 conflicts, 1 tr")
+    assert chart.summary.startswith(
+        "runs 6, releases 1, failures 1, replays 2, conflicts 3, trouble 1"
+    )
     assert (other.task, len(other.rows), chart.highest) == ("less busy", 24, 8)
     assert [(bar.series, bar.x, bar.y, bar.height) for bar in chart.bars] == [
         ("runs", 221, 50.0, 50.0),
@@ -68,7 +70,7 @@ def test_outcomes_are_shown_by_task(store: Any, serve: Serve, operator: Client) 
     ours = {(TASK, "claimed"): 1200, (TASK, "released"): 40, (TASK, "replayed"): 3}
     store.count({**ours, ("other", "claimed"): 1})
     page = text(operator.get(CHARTS))
-    assert "1,200 runs, 40 releases, 0 failures, 3 replays, 0 conflicts, 0 trouble" in page
+    assert "runs 1,200, releases 40, failures 0, replays 3, conflicts 0, trouble 0" in page
     assert "up to 1203 an hour" in page
     assert "Figures of other" in page
 

@@ -47,7 +47,7 @@ class Chart:
     @property
     def summary(self) -> str:
         """The sums, in words."""
-        return ", ".join(f"{number:,} {series}" for series, number in self.totals.items())
+        return ", ".join(f"{series} {number:,}" for series, number in self.totals.items())
 
     @property
     def busy(self) -> list[Hour]:
@@ -85,7 +85,7 @@ def _chart(task: str, hours: Sequence[Counter[str]], first: int) -> Chart:
             if count := drawn[n].get(series):
                 height = round(100 * count / highest, 2)
                 y = max(round(y - height, 2), 0.0)
-                title = f"{at:%Y-%m-%d %H:%M} UTC: {hour[series]:,} {series}"
+                title = f"{at:%Y-%m-%d %H:%M} UTC: {series} {hour[series]:,}"
                 bars.append(Bar(series, n * 10 + 1, y, height, title))
     totals = {series: sum(hour[series] for hour in hours) for series in SERIES}
     return Chart(task=task, rows=rows, totals=totals, highest=highest, bars=bars)

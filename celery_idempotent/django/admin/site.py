@@ -128,6 +128,9 @@ class OutboxAdmin(ReadOnlyAdmin):
     ordering = ("id",)
     show_full_result_count = False
 
+    class Media:
+        css: Mapping[str, Sequence[str]] = {"all": ["celery_idempotent/admin/admin.css"]}
+
     def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:
         """Also require a store with an outbox."""
         return super().has_view_permission(request, obj) and _outbox_alias() is not None
