@@ -1,151 +1,242 @@
-"""An API of FastAPI under uvicorn, and of Flask under gunicorn: ``python -m tests.http.frameworks NAME PORT_FILE``.
+"""One API behind five doors: ``python -m tests.http.frameworks DOOR PORT_FILE``.
 
-Each endpoint counts its runs in a file. ``/held`` ends its first run when there is a file ``go-…``.
+Each run is noted in a file ``runs-KEY``. ``held`` and the work ``later`` go on when there is a file ``go-KEY``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from fastapi import BackgroundTasks, FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from flask import Flask, Response, jsonify, request
-from gunicorn.app.base import BaseApplication
-from starlette.middleware.base import BaseHTTPMiddleware
+from celery_idempotent import current_claim
+from celery_idempotent.http.middleware import bearer_scope, read_header
 
-from celery_idempotent import asgi, current_claim, wsgi
+__all__ = ["DOORS", "PIECES", "urlpatterns"]
 
-__all__ = ["LEASE", "PIECES"]
-
-LEASE = 2.0
+DOORS = ("django-wsgi", "django-asgi", "fastapi", "starlette", "flask")
 #: The parts of a response that is too large to be stored, and their size.
 PIECES = 8, 1000
 
-
-def ran() -> tuple[int, str]:
-    """Note a run, and return how many there were with its key, and the key."""
-    claim = current_claim()
-    assert claim is not None
-    with Path(f"runs-{claim.key}").open("ab") as file:
-        file.write(b"x")
-        return file.tell(), claim.key
+JSON = {"Content-Type": "application/json"}
+#: Status, headers, body, and whether that is a stream.
+Answered = tuple[int, dict[str, str], Iterable[bytes]]
 
 
-def may_end(number: int, key: str) -> bool:
-    return number > 1 or Path(f"go-{key}").exists()
-
-
-def pieces() -> Iterator[bytes]:
-    ran()
-    for number in range(PIECES[0]):
-        yield b"%d" % number * PIECES[1]
-
-
-def options(module: Any) -> dict[str, Any]:
-    """Return the options of either middleware."""
+def options() -> dict[str, Any]:
+    """Return the options that all doors have."""
     return {
-        "store": os.environ["STORE"],
-        "scope": module.bearer_scope,
-        "lease": LEASE,
+        "lease": 2,
         "max_response_bytes": 3000,
-        "max_request_bytes": 100_000,
+        "max_request_bytes": 10_000,
+        "authorize": may_see,
     }
 
 
-def fastapi_app() -> Any:
+def may_see(request: Any, **_: Any) -> bool:
+    """Let everybody see a replay who does not say otherwise."""
+    return read_header(getattr(request, "META", request), "X-Refused") is None
+
+
+def owner(request: Any) -> object:
+    """Return the caller of a request of Django's."""
+    return bearer_scope(request.META)
+
+
+def wait_to_go(key: str) -> None:
+    while not Path(f"go-{key}").exists():
+        time.sleep(0.01)
+
+
+def work(name: str, argument: str, body: bytes) -> Answered:
+    """Note a run, and do what the path says."""
+    claim = current_claim()
+    assert claim is not None
+    key = claim.key
+    with Path(f"runs-{key}").open("ab") as file:
+        file.write(b"x")
+        run = file.tell()
+    told: dict[str, object] = {"run": run}
+    status, headers = 200, {**JSON}
+    if name == "plain":
+        told["nonce"] = os.urandom(8).hex()
+        status = 201
+        headers |= {"Location": "/things/1", "X-Request-Id": "1", "Set-Cookie": "s=1"}
+    elif name == "held" and run == 1:
+        wait_to_go(key)
+    elif name == "large":
+        count, size = PIECES
+        return 200, {"Content-Type": "text/plain"}, (b"%d" % n * size for n in range(count))
+    elif name == "status" and run == 1:
+        status = int(argument)
+    elif name == "broken" and run == 1:
+        raise ZeroDivisionError
+    elif name == "echo":
+        told["bytes"] = len(body)
+    elif name == "event":
+        with Path("effects").open("ab") as effects:
+            effects.write(b"%s\n" % json.loads(body)["id"].encode())
+    return status, headers, [json.dumps(told).encode()]
+
+
+def work_later(key: str) -> None:
+    assert current_claim() is None
+    wait_to_go(key)
+    Path(f"done-{key}").touch()
+
+
+def claimed_key() -> str:
+    claim = current_claim()
+    assert claim is not None
+    return claim.key
+
+
+# Django --------------------------------------------------------------------------------------------------------------
+
+#: The addresses of Django's application, which finds them here.
+urlpatterns: list[Any] = []
+
+
+def set_up_django(*, is_async: bool) -> None:
+    from asgiref.sync import sync_to_async
+    from django.conf import settings
+    from django.http import HttpResponse, StreamingHttpResponse
+    from django.urls import path
+
+    sys.modules["tests.http.frameworks"] = sys.modules["__main__"]
+    settings.configure(
+        ALLOWED_HOSTS=["*"],
+        INSTALLED_APPS=["celery_idempotent.django"],
+        ROOT_URLCONF="tests.http.frameworks",
+        SECRET_KEY="of tests",
+        IDEMPOTENCY_HTTP={"scope": owner, **options()},
+    )
+    import django
+    from celery import Celery
+
+    django.setup()
+    app = Celery("doors", broker="memory://", set_as_current=True)
+    app.conf.idempotency_store = os.environ["STORE"]
+    app.set_default()
+    from celery_idempotent.django.http import idempotent_view
+
+    def respond(request: Any, name: str, argument: str) -> Any:
+        status, headers, parts = work(name, argument, request.body)
+        kind: Any = HttpResponse if isinstance(parts, list) else StreamingHttpResponse
+        return kind(
+            b"".join(parts) if kind is HttpResponse else parts, status=status, headers=headers
+        )
+
+    async def respond_async(request: Any, name: str, argument: str) -> Any:
+        return await sync_to_async(respond, thread_sensitive=False)(request, name, argument)
+
+    view = idempotent_view(respond_async if is_async else respond)
+    urlpatterns.append(path("<name>/sync", idempotent_view(respond), {"argument": "sync"}))
+    urlpatterns.append(path("<name>/<argument>", view))
+
+
+def django_wsgi() -> Any:
+    set_up_django(is_async=False)
+    from django.core.wsgi import get_wsgi_application
+
+    return get_wsgi_application()
+
+
+def django_asgi() -> Any:
+    set_up_django(is_async=True)
+    from django.core.asgi import get_asgi_application
+
+    return get_asgi_application()
+
+
+# The others ----------------------------------------------------------------------------------------------------------
+
+
+def guard(kind: str, app: Any) -> Any:
+    module: Any = __import__(f"celery_idempotent.{kind}", fromlist=["*"])
+    return module.IdempotencyMiddleware(
+        app, store=os.environ["STORE"], scope=bearer_scope, methods=("POST", "PUT"), **options()
+    )
+
+
+def fastapi() -> Any:
+    from fastapi import BackgroundTasks, Depends, FastAPI, Request
+    from fastapi.responses import Response, StreamingResponse
+    from starlette.middleware.base import BaseHTTPMiddleware
+
     app = FastAPI()
 
     async def untouched(request: Request, call_next: Any) -> Any:
         return await call_next(request)
 
+    async def content(request: Request) -> bytes:
+        return await request.body()
+
+    # FastAPI would look for the names in the module.
+    content.__annotations__["request"] = Request
+
+    def respond(name: str, argument: str, tasks: Any, body: bytes = Depends(content)) -> Any:
+        status, headers, parts = work(name, argument, body)
+        if name == "later":
+            tasks.add_task(work_later, claimed_key())
+        if isinstance(parts, list):
+            return Response(b"".join(parts), status, headers)
+        return StreamingResponse(parts, status, headers)
+
+    respond.__annotations__["tasks"] = BackgroundTasks
+    app.add_api_route("/{name}/{argument}", respond, methods=["POST", "PUT"])
     # One within and one around: each of Starlette's has streams of its own.
     app.add_middleware(BaseHTTPMiddleware, dispatch=untouched)
-    app.add_middleware(asgi.IdempotencyMiddleware, **options(asgi))
+    app.add_middleware(lambda inner: guard("asgi", inner))
     app.add_middleware(BaseHTTPMiddleware, dispatch=untouched)
-
-    @app.post("/plain")
-    def plain() -> JSONResponse:
-        body = {"run": ran()[0], "nonce": os.urandom(8).hex()}
-        return JSONResponse(body, 201, {"Location": "/things/1"})
-
-    @app.post("/held")
-    async def held() -> dict[str, int]:
-        number, key = ran()
-        while not may_end(number, key):
-            await asyncio.sleep(0.01)
-        return {"run": number}
-
-    @app.post("/large")
-    def large() -> StreamingResponse:
-        return StreamingResponse(pieces())
-
-    @app.post("/echo")
-    async def echo(request: Request) -> dict[str, int]:
-        return {"run": ran()[0], "bytes": len(await request.body())}
-
-    @app.post("/later")
-    def later(tasks: BackgroundTasks) -> dict[str, int]:
-        number, key = ran()
-
-        def work() -> None:
-            assert current_claim() is None
-            while not may_end(number, key):
-                time.sleep(0.01)
-            Path(f"done-{key}").touch()
-
-        tasks.add_task(work)
-        return {"run": number}
-
     return app
 
 
-def flask_app() -> Any:
+def starlette() -> Any:
+    from starlette.applications import Starlette
+    from starlette.background import BackgroundTask
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+
+    async def respond(request: Any) -> Any:
+        name, argument = request.path_params.values()
+        body = await request.body()
+        status, headers, parts = await asyncio.to_thread(work, name, argument, body)
+        later = BackgroundTask(work_later, claimed_key()) if name == "later" else None
+        if isinstance(parts, list):
+            return Response(b"".join(parts), status, headers, background=later)
+        return StreamingResponse(parts, status, headers)
+
+    routes = [Route("/{name}/{argument}", respond, methods=["POST", "PUT"])]
+    return guard("asgi", Starlette(routes=routes))
+
+
+def flask() -> Any:
+    from flask import Flask, Response, request
+
     app = Flask(__name__)
 
-    @app.post("/plain")
-    def plain() -> Any:
-        body = {"run": ran()[0], "nonce": os.urandom(8).hex()}
-        return jsonify(body), 201, {"Location": "/things/1"}
-
-    @app.post("/held")
-    def held() -> dict[str, int]:
-        number, key = ran()
-        while not may_end(number, key):
-            time.sleep(0.01)
-        return {"run": number}
-
-    @app.post("/large")
-    def large() -> Response:
-        return Response(pieces())
-
-    @app.post("/echo")
-    def echo() -> dict[str, int]:
-        return {"run": ran()[0], "bytes": len(request.get_data())}
-
-    @app.post("/later")
-    def later() -> Response:
-        number, key = ran()
-        response = jsonify({"run": number})
-
-        @response.call_on_close
-        def work() -> None:
-            assert current_claim() is None
-            while not may_end(number, key):
-                time.sleep(0.01)
-            Path(f"done-{key}").touch()
-
+    @app.route("/<name>/<argument>", methods=["POST", "PUT"])
+    def respond(name: str, argument: str) -> Response:
+        status, headers, parts = work(name, argument, request.get_data())
+        response = Response(parts, status, headers)
+        if name == "later":
+            key = claimed_key()
+            response.call_on_close(lambda: work_later(key))
         return response
 
-    app.wsgi_app = wsgi.IdempotencyMiddleware(app.wsgi_app, **options(wsgi))  # type: ignore[method-assign]
+    app.wsgi_app = guard("wsgi", app.wsgi_app)  # type: ignore[method-assign]
     return app
+
+
+# Servers -------------------------------------------------------------------------------------------------------------
 
 
 def tell(port: int) -> None:
@@ -154,16 +245,18 @@ def tell(port: int) -> None:
     draft.rename(sys.argv[2])
 
 
-def serve_fastapi() -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    tell(listening.getsockname()[1])
-    uvicorn.Server(uvicorn.Config(fastapi_app(), log_level="info")).run([listening])
+def listening() -> socket.socket:
+    found = socket.create_server(("127.0.0.1", 0), backlog=128)
+    tell(found.getsockname()[1])
+    return found
 
 
-def serve_flask() -> None:
+def gunicorn(load: Callable[[], Any]) -> None:
+    from gunicorn.app.base import BaseApplication
+
     class Site(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
         def load_config(self) -> None:
-            given: dict[str, Any] = {"bind": "127.0.0.1:0", "threads": 8, "worker_class": "gthread"}
+            given: dict[str, Any] = {"bind": "127.0.0.1:0", "threads": 16}
             given["when_ready"] = lambda arbiter: tell(arbiter.LISTENERS[0].sock.getsockname()[1])
             if "control_socket_disable" in self.cfg.settings:  # from 25 on
                 given["control_socket_disable"] = True
@@ -171,10 +264,29 @@ def serve_flask() -> None:
                 self.cfg.set(name, value)
 
         def load(self) -> Any:
-            return flask_app()
+            return load()
 
     Site().run()
 
 
+def uvicorn(load: Callable[[], Any]) -> None:
+    import uvicorn
+
+    config = uvicorn.Config(load(), lifespan="off", log_level="info")
+    uvicorn.Server(config).run([listening()])
+
+
+def hypercorn(load: Callable[[], Any]) -> None:
+    from hypercorn.asyncio import serve
+    from hypercorn.config import Config
+
+    config, app = Config(), load()
+    found = listening()
+    config.bind = [f"fd://{found.fileno()}"]
+    asyncio.run(serve(app, config))
+
+
 if __name__ == "__main__":
-    {"fastapi": serve_fastapi, "flask": serve_flask}[sys.argv[1]]()
+    servers: Any = dict(zip(DOORS, itertools.cycle([uvicorn]), strict=False))
+    servers |= {"django-wsgi": gunicorn, "flask": gunicorn, "starlette": hypercorn}
+    servers[sys.argv[1]](globals()[sys.argv[1].replace("-", "_")])

@@ -133,12 +133,6 @@ def test_under_asgi_a_client_that_leaves_halfway_reaches_no_view(site: Site, asg
         assert (answer.status, answer.replayed) == (201 if name == "form" else 202, False)
 
 
-@pytest.mark.parametrize("length", ["x", "-1", "5,5"])
-def test_a_length_that_is_no_number_is_400(site: Site, length: str) -> None:
-    client = Client(site.web, "form", new_key())
-    assert client.ask(FORM, b"a=1", Content_Length=length).problem() == (400, "body_unreadable")
-
-
 def chunked(body: bytes) -> bytes:
     pieces = [body[at : at + 7] for at in range(0, len(body), 7)]
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"

@@ -86,30 +86,9 @@ def test_the_application_gets_the_body_and_its_claim(client: Any, shop: Shop) ->
     assert shop.runs[0].body == b"x" * 100_000
 
 
-def test_two_callers_with_one_key_stay_apart(client: Any, shop: Shop) -> None:
-    key = new_key()
-    assert client.ask(key).json == {"run": 1}
-    assert client.ask(key, Authorization="Bearer bob").json == {"run": 2}
-    assert client.ask(key).json == {"run": 1}
-
-
 @pytest.mark.parametrize("credentials", ["", "Bearer", "Bearer  ", "Basic YTpi"])
 def test_without_credentials_nothing_runs(client: Any, shop: Shop, credentials: str) -> None:
     assert client.ask(new_key(), Authorization=credentials).code == (403, "caller_unknown")
-    assert shop.runs == []
-
-
-@pytest.mark.parametrize(
-    ("key", "code"),
-    [
-        (None, "idempotency_key_missing"),
-        ('""', "idempotency_key_invalid"),
-        ("a,b", "idempotency_key_invalid"),
-        ("a b", "idempotency_key_invalid"),
-    ],
-)
-def test_a_key_that_cannot_be_one_is_400(client: Any, shop: Shop, key: Any, code: str) -> None:
-    assert client.ask(key).code == (400, code)
     assert shop.runs == []
 
 
@@ -127,93 +106,7 @@ def test_other_methods_and_paths_run_unguarded(kind: str, shop: Shop) -> None:
     assert len(shop.runs) == 3
 
 
-def test_another_request_with_the_key_is_422(client: Any, shop: Shop) -> None:
-    key = new_key()
-    assert client.ask(key, b'{"a": 1, "b": 2}').status == 201
-    assert client.ask(key, b'{"b": 2,"a":1}').replayed
-    others: list[dict[str, Any]] = [
-        {"body": b'{"a": 1}'},
-        {"path": "/pay/2"},
-        {"method": "PATCH"},
-        {"query": "x=1"},
-        {"content_type": "text/plain"},
-    ]
-    for other in others:
-        asked = {"body": b'{"a": 1, "b": 2}', **other}
-        assert client.ask(key, **asked).code == (422, "idempotency_key_reused")
-    assert len(shop.runs) == 1
-
-
-@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
-def test_an_answer_that_is_not_one_to_repeat_releases_the_key(
-    client: Any, shop: Shop, status: int
-) -> None:
-    shop.answer = lambda run: (status if run == 1 else 200, JSON, [b"%d" % run])
-    key = new_key()
-    first, second, third = (client.ask(key) for _ in range(3))
-    assert (first.status, first.body, first.replayed) == (status, b"1", False)
-    assert (second.status, second.body, second.replayed) == (200, b"2", False)
-    assert (third.status, third.body, third.replayed) == (200, b"2", True)
-
-
-def test_an_exception_releases_the_key(client: Any, shop: Shop) -> None:
-    def answer(run: int) -> Any:
-        if run == 1:
-            raise ZeroDivisionError
-        return 200, JSON, [b"done"]
-
-    shop.answer = answer
-    key = new_key()
-    with pytest.raises(ZeroDivisionError):
-        client.ask(key)
-    assert client.ask(key).body == b"done"
-
-
-def test_while_the_first_runs_a_repetition_is_409(kind: str, shop: Shop) -> None:
-    key, seen = new_key(), []
-    client = open_client(kind, shop)
-    inner = type(client)(client.app)
-
-    def answer(run: int) -> Any:
-        if run == 1:
-            seen.append(inside(lambda: inner.ask(key)))
-        return 200, JSON, [b"done"]
-
-    shop.answer = answer
-    assert client.ask(key).body == b"done"
-    (held,) = seen
-    assert (held.code, held.of("retry-after")) == ((409, "request_in_progress"), ["1"])
-
-
-def inside(work: Callable[[], Any]) -> Any:
-    """Call ``work`` in a thread of its own, which has no event loop."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result(30)
-
-
 # Sizes ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "length", "code"),
-    [
-        (b"x" * 101, None, (413, "request_too_large")),
-        (b"x", "101", (413, "request_too_large")),
-        (b"x", "2", (400, "body_incomplete")),
-        (b"x", "2,2", (400, "body_unreadable")),
-        (b"x", "-1", (400, "body_unreadable")),
-    ],
-)
-def test_a_body_that_is_not_whole_or_too_large_is_refused(
-    kind: str, shop: Shop, body: bytes, length: Any, code: tuple[int, str]
-) -> None:
-    client = open_client(kind, shop, max_request_bytes=100)
-    key = new_key()
-    assert client.ask(key, body, length=length).code == code
-    assert client.ask(key, b"x" * 100).status == 201, "the key is free"
-    assert len(shop.runs) == 1
 
 
 def test_a_response_over_the_limit_is_passed_on_as_it_comes(kind: str, shop: Shop) -> None:
@@ -260,63 +153,6 @@ def test_a_client_that_hangs_up_does_not_stop_the_run(kind: str, shop: Shop) -> 
 
 
 # Bodies --------------------------------------------------------------------------------------------------------------
-
-FORM = "application/x-www-form-urlencoded"
-
-
-def multipart(boundary: str, *parts: tuple[str, str]) -> dict[str, Any]:
-    head = 'Content-Disposition: form-data; name="{}"'
-    lines = [f"--{boundary}\r\n{head.format(n)}\r\n\r\n{value}\r\n" for n, value in parts]
-    body = "".join([*lines, f"--{boundary}--\r\n"]).encode()
-    quoted = f'"{boundary}"' if " " in boundary else boundary
-    return {"body": body, "content_type": f"multipart/form-data; boundary={quoted}"}
-
-
-def broken_off(value: str) -> dict[str, Any]:
-    form = multipart("one", ("a", value))
-    return {**form, "body": form["body"].removesuffix(b"--one--\r\n")}
-
-
-EQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"query": "x=1&y=2"}, {"query": "y=2&x=1"}),
-    (
-        {"body": b"a=1&b=%C3%A9", "content_type": FORM},
-        {"body": "b=é&a=1".encode(), "content_type": FORM},
-    ),
-    (
-        {"body": b"a=x+y", "content_type": FORM},
-        {"body": b"a=x%20y", "content_type": f"{FORM}; charset=x"},
-    ),
-    (multipart("one", ("a", "1"), ("b", "2")), multipart("t w o", ("b", "2"), ("a", "1"))),
-    (multipart("one", ("a", "1"), ("a", "2")), multipart("two", ("a", "1"), ("a", "2"))),
-]
-UNEQUAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"query": "x=1&x=2"}, {"query": "x=2&x=1"}),
-    ({"query": "x="}, {"query": ""}),
-    ({"body": b"a=1", "content_type": FORM}, {"body": b"a=2", "content_type": FORM}),
-    ({"body": b"a=%FF", "content_type": FORM}, {"body": b"a=%FE", "content_type": FORM}),
-    ({"body": b"a=1", "content_type": FORM}, {"body": b"a=1&a=1", "content_type": FORM}),
-    (multipart("one", ("a", "1")), multipart("one", ("a", "2"))),
-    (multipart("one", ("a", "1")), multipart("one", ("b", "1"))),
-    (multipart("one", ("a", "1"), ("a", "2")), multipart("two", ("a", "2"), ("a", "1"))),
-    (multipart("one", ("a", "1")), broken_off("1")),
-    (broken_off("1"), broken_off("2")),
-    (multipart("x", ("a", "1x0")), multipart("x", ("a", "10"))),
-]
-
-
-@pytest.mark.parametrize(("one", "two"), EQUAL)
-def test_requests_that_say_the_same_are_the_same(client: Any, one: Any, two: Any) -> None:
-    key = new_key()
-    assert client.ask(key, **one).status == 201
-    assert client.ask(key, **two).replayed
-
-
-@pytest.mark.parametrize(("one", "two"), UNEQUAL)
-def test_requests_that_say_something_else_are_others(client: Any, one: Any, two: Any) -> None:
-    key = new_key()
-    assert client.ask(key, **one).status == 201
-    assert client.ask(key, **two).code == (422, "idempotency_key_reused")
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -393,16 +229,6 @@ def test_a_session_is_a_caller_whose_id_no_record_has(kind: str, shop: Shop) -> 
     assert client.ask(key, Cookie="sid=two; xsid=one").json == {"run": 2}
     for cookies in ("", "sid=", "sid=one; sid=two", "sidx=one"):
         assert client.ask(key, Cookie=cookies).code == (403, "caller_unknown")
-
-
-def test_a_store_that_is_away_is_503(
-    kind: str, shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0.0)
-    client = open_client(kind, shop, store="redis://127.0.0.1:1/0")
-    answer = client.ask(new_key())
-    assert (answer.code, answer.of("retry-after")) == ((503, "store_unavailable"), ["1"])
-    assert shop.runs == []
 
 
 def test_a_first_request_takes_two_round_trips_and_a_replay_one(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import os
-import sys
 from concurrent.futures import wait
 from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity
-from celery_idempotent.stores import open_store
-from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, new_key
+from tests.http.sites import Answer, Site, Web, at_once, in_background, new_key
 from tests.support.waiting import wait_for
 
 
@@ -80,25 +75,6 @@ def test_safe_methods_pass(site: Site) -> None:
     assert site.ask("OPTIONS", "/t/classy/").status == 200
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 413, 429, 500, 502, 503])
-def test_an_answer_that_invites_another_try_is_not_kept(site: Site, status: int) -> None:
-    key = new_key()
-    assert (
-        site.ask("POST", f"/t/status/?status={status}", b"", key=key, X_Caller="c").status == status
-    )
-    again = site.ask("POST", f"/t/status/?status={status}", b"", key=key, X_Caller="c")
-    assert (again.status, again.replayed, again.json) == (200, False, {"run": 2})
-
-
-@pytest.mark.parametrize("status", [200, 204, 302, 402, 404, 409, 422])
-def test_any_other_answer_is_kept(site: Site, status: int) -> None:
-    key = new_key()
-    path = f"/t/status/?status={status}"
-    first, again = (site.ask("POST", path, b"", key=key, X_Caller="c") for _ in range(2))
-    assert (first.status, again.status) == (status, status)
-    assert (again.replayed, again.body) == (True, first.body)
-
-
 def test_a_stream_is_sent_once_and_its_repetition_is_410(site: Site, web: Web) -> None:
     key = new_key()
     first, again = (post(web, "stream", key=key) for _ in range(2))
@@ -132,42 +108,3 @@ def test_a_step_of_a_view_runs_once_over_its_failures(site: Site) -> None:
     assert post(site, "stepping", key=key).status == 503
     assert post(site, "stepping", key=key).json == {"charged": 1}
     assert runs(site, key) == 1
-
-
-def test_when_the_process_of_a_view_is_killed_the_key_is_free_after_its_lease(site: Site) -> None:
-    key = new_key()
-    command = [sys.executable, "-m", "testproject.web", "0"]
-    doomed = Web(command, site.directory, site.env, "doomed")
-    site.children.append(doomed)
-    doomed.start()
-    pay = ("POST", "/payments/now/", ORDER)
-    with site.bank("closed"):
-        lost = in_background(lambda: doomed.ask(*pay, key=key))
-        wait_for(lambda: site.ask("GET", f"/idempotency/http/{key}").status == 200, 30)
-        doomed.kill()
-        assert isinstance(lost.exception(30), OSError | http.client.HTTPException)
-        assert site.ask(*pay, key=key).problem() == (409, "request_in_progress")
-    answer = site.until(lambda: site.ask(*pay, key=key), other_than=409)
-    assert (answer.status, answer.replayed) == (201, False)
-    assert site.ask("GET", f"/idempotency/http/{key}").json["crashes"] == 1
-    assert site.payments(key) == 1
-
-
-def test_a_request_that_keeps_killing_its_process_is_given_up(site: Site) -> None:
-    key = new_key()
-    store = open_store(site.redis.url())
-    identity = Identity(namespace="http", scope="carol", key=key)
-
-    def die() -> bool:
-        answer = store.claim(
-            ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
-        )
-        return isinstance(answer, Claimed)
-
-    for _ in range(5):
-        wait_for(die)
-    store.close()
-    answer = post(site, "plain", key=key)
-    assert answer.problem() == (500, "too_many_crashes")
-    assert answer.json["retryable"] is False
-    assert runs(site, key) == 0

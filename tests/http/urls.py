@@ -20,9 +20,8 @@ urlpatterns = [
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
-            *("plain", "patient", "status", "template"),
+            *("plain", "patient", "template"),
             *("stream", "stepping", "slow", "coroutine", "rest_inside"),
-            *("held", "aheld"),
             *("throttled", "form", "form_read", "rest_form", "form_later"),
             *("form_bare_later", "aform_later"),
         )

@@ -69,13 +69,6 @@ def patient(request: Any) -> HttpResponse:
 
 
 @guarded
-def status(request: Any) -> HttpResponse:
-    """Answer with any status, once with that, afterwards with 200."""
-    number = ran(request)
-    return JsonResponse({"run": number}, status=int(request.GET["status"]) if number == 1 else 200)
-
-
-@guarded
 def template(request: Any) -> HttpResponse:
     made = engines["django"].from_string("run {{ run }}")
     return TemplateResponse(request, made, {"run": ran(request)})  # type: ignore[arg-type]
@@ -113,36 +106,6 @@ async def coroutine(request: Any) -> HttpResponse:
     number = ran(request)
     await asyncio.sleep(0.3)
     return JsonResponse({"run": number, "nonce": os.urandom(8).hex()}, status=201)
-
-
-def may_go(request: Any) -> bool:
-    """Has the test let the first run go on? Any other does not wait."""
-    plain = getattr(request, "_request", request)
-    return Path(os.environ["DATABASE_PATH"]).with_name(f"go-{plain.idempotency_key}").exists()
-
-
-def held_back(request: Any) -> dict[str, Any]:
-    number = ran(request)
-    while number == 1 and not may_go(request):
-        time.sleep(0.01)
-    return {"run": number}
-
-
-async def aheld_back(request: Any) -> dict[str, Any]:
-    number = ran(request)
-    while number == 1 and not may_go(request):
-        await asyncio.sleep(0.01)
-    return {"run": number}
-
-
-@guarded
-def held(request: Any) -> HttpResponse:
-    return JsonResponse(held_back(request))
-
-
-@guarded
-async def aheld(request: Any) -> HttpResponse:
-    return JsonResponse(await aheld_back(request))
 
 
 class Classy(View):
