@@ -544,7 +544,7 @@ class TestTransfers:
             place.worker(f"worker{n}", concurrency=2, database=pooled or {"CONN_MAX_AGE": None})
             for n in range(2)
         ]
-        moves = {f"move {n}": random.sample(ACCOUNTS, 2) for n in range(examples(100, 1000))}
+        moves = {f"move {n}": random.sample(ACCOUNTS, 2) for n in range(examples(100, 300))}
         results = [
             place.client.send_task("transfer", (key, {one: -1, other: 1}), queue=place.queue)
             for key, (one, other) in moves.items()
