@@ -582,13 +582,15 @@ class TestTransfers:
         self, place: Till, workers: list[Worker], over: Callable[[], bool]
     ) -> Counter[str]:
         """Kill and freeze processes, and end sessions, until it is over; return how often."""
-        struck = Counter(processes=0, workers=0, freezes=0, sessions=0)
+        weights = {"processes": 5, "workers": 1, "freezes": 5, "sessions": 5}
         if place.store.connections.own().vendor == "sqlite":
-            del struck["sessions"]
+            # No other process writes while one is frozen.
+            weights |= {"freezes": 1, "sessions": 0}
+        struck = Counter(dict.fromkeys([each for each in weights if weights[each]], 0))
         until, frozen = time.monotonic() + 10 * PATIENCE, deque[tuple[float, int]]()
         while not over():
             assert time.monotonic() < until, struck
-            (what,) = random.choices([*struck], [1 if each == "workers" else 5 for each in struck])
+            (what,) = random.choices([*weights], [*weights.values()])
             worker = random.choice(workers)
             pid = random.choice(worker.children() or [0])
             if what == "sessions":

@@ -15,6 +15,8 @@ def statements() -> Iterator[list[str]]:
     """Note every statement of this thread on every connection of Django's: a store has some of its own."""
     from django.db.backends.utils import CursorWrapper
 
+    from celery_idempotent.django.sql import connections
+
     asked: list[str] = []
     ours = threading.current_thread()
     wrapper: Any = CursorWrapper
@@ -27,4 +29,6 @@ def statements() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrapper, "_execute_with_wrappers", noting)
+        # A store would go by psycopg's own cursor.
+        patch.setattr(connections, "_is_psycopg_3", lambda _: False)
         yield asked
