@@ -108,7 +108,7 @@ class StoreCollector(Collector):
         gauges = self._gauges
         yield GaugeMetricFamily(
             "celery_idempotency_store_up",
-            "1 if the store answers this scrape within two seconds, 0 if not: then none of the following is served.",
+            "1 if the store answered this scrape within two seconds; else 0, and the metrics below are missing.",
             value=float(bool(gauges)),
         )
         yield from gauges

@@ -27,7 +27,7 @@ from tests.support.workers import Worker
 
 WORKER = block("running", "worker", "text").split("\n")[1].split()
 (MORE,) = re.findall(
-    r"^- `([^`]+)` for an operator", (ROOT / "docs" / "running.md").read_text(), re.MULTILINE
+    r"^- `([^`]+)` for an operator.s user", (ROOT / "docs" / "running.md").read_text(), re.MULTILINE
 )
 RIGHTS = {"worker": WORKER, "operator": [*WORKER, *MORE.split()]}
 COMMANDS = {who: [each[1:] for each in words if each[0] == "+"] for who, words in RIGHTS.items()}
