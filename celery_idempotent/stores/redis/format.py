@@ -102,6 +102,7 @@ _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
 
 
+@functools.lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
     """Return the bytes of a UUID in its usual form, none for any other text."""
     try:
