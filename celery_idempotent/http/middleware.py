@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from http import HTTPStatus
+from http.client import responses
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 from urllib.parse import parse_qs
 
@@ -209,7 +209,7 @@ class Response:
             body = json.dumps(body).encode()
         if self.status >= 200 and self.status not in (204, 304):
             self.headers.append(("Content-Length", str(len(body))))
-        self.reason, self.parts = answer.reason or HTTPStatus(self.status).phrase, [body]
+        self.reason, self.parts = answer.reason or responses.get(self.status, "Unknown"), [body]
 
 
 def _pack(response: Response, *, name: str) -> Stored:
