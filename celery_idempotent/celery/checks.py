@@ -165,8 +165,9 @@ def _open(app: AnyCelery) -> tuple[Store | None, list[Definition], list[Finding]
         return *check_or_raise(app), []
     except Exception as error:  # noqa: BLE001  a module of the project may raise anything
         # Any other text may contain a secret, such as a password.
-        text = f": {error}" if isinstance(error, (IdempotencyError, ImportError)) else "."
-        return None, [], _findings({"E001": True}, error=type(error).__name__ + text)
+        text = f": {error}" if isinstance(error, (IdempotencyError, ImportError)) else ""
+        whole = f"{type(error).__name__}{text}".removesuffix(".")
+        return None, [], _findings({"E001": True}, error=f"{whole}.")
 
 
 def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:

@@ -137,7 +137,8 @@ def _find(
     store = get_store(app)
     meant = finding.find(store, text, named, session.known_namespaces(app))
     others: list[Record] = []
-    if not scope and (not meant or (elsewhere and len(meant) == 1)):
+    # A view of a Django project has a namespace that is known once its module is imported.
+    if not meant or (not scope and elsewhere and len(meant) == 1):
         keys = finding.spellings(meant[0].identity.key if meant else text)
         everywhere = replace(named, states=frozenset(), keys=frozenset(keys))
         page = finding.look(store, everywhere, seconds=SCAN_SECONDS)

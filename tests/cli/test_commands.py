@@ -73,6 +73,16 @@ def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_a_request_of_a_user_is_found_though_no_view_is_imported(
+    run: Callable[..., Result], store: MemoryStore
+) -> None:
+    claim(store, identity("click-1", namespace="http", scope='["user",17]'))
+    claim(store, identity("click-1", namespace="http", scope='["user",18]'))
+    shown = run("show", "click-1", "--scope", "user 17")
+    assert shown.output.startswith('click-1 of http in scope ["user",17] is PROCESSING'), shown
+    assert run("show", "click-2", "--scope", "user 17").exit_code == session.FOUND
+
+
 def keys(result: Result) -> set[str]:
     assert result.exit_code == 0, result.output
     return {line["key"] for line in lines(result)}
