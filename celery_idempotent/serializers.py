@@ -16,6 +16,8 @@ from celery_idempotent.records import State, Stored
 logger = logging.getLogger(__name__)
 
 JSON: Final = "application/json"
+#: The stored response of a view: an HTTP message.
+HTTP: Final = "application/http"
 
 _dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
 _loads: Callable[..., object] = serialization.loads

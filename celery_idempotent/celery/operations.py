@@ -37,14 +37,13 @@ _SILENT = 2
 
 
 class Meaning(NamedTuple):
-    """An operation, the states it applies to, and the one it ``leaves``; ``repeats``: an effect may happen twice."""
+    """An operation, the states it applies to, and the one it ``leaves``."""
 
     done: str
     effect: str
     refusal: str
     states: frozenset[State]
     leaves: State | None = None
-    repeats: bool = True
 
     def applies(self, record: Record) -> bool:
         """Does it apply to this record, live or not?"""
@@ -74,7 +73,6 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
         "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
         frozenset(State) - {State.COMPLETED},  # whose value somebody may have got
         State.COMPLETED,
-        repeats=False,
     ),
     "fail": Meaning(
         "failed",
@@ -82,7 +80,6 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
         "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
         frozenset({State.QUEUED, State.PROCESSING, State.INTERRUPTED}),
         State.FAILED,
-        repeats=False,
     ),
     "forget": Meaning(
         "forgotten",

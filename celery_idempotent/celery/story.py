@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pprint
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.records import Identity, Record, State, Stats, Stored, moment
+from celery_idempotent.serializers import HTTP
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
@@ -52,12 +53,10 @@ def ago(ms: int, now_ms: int) -> str:
     return f"in {words}" if ms > now_ms else f"{words} ago"
 
 
-def show_value(
-    app: AnyCelery, record: Record, read: Callable[[Stored], object] | None = None
-) -> str:
+def show_value(app: AnyCelery, record: Record) -> str:
     """Return the result or error of a record as text, or the reason why it cannot be read."""
     try:
-        value = _load(app, record, read)
+        value = _load(app, record)
         if isinstance(value, BaseException):
             value = f"{type(value).__name__}: {value}"
         text = value if isinstance(value, str) else pprint.pformat(value, width=100)
@@ -68,13 +67,15 @@ def show_value(
     return text[:LONGEST] + ("\n… (cut here)" if len(text) > LONGEST else "")
 
 
-def _load(app: AnyCelery, record: Record, read: Callable[[Stored], object] | None = None) -> object:
+def _load(app: AnyCelery, record: Record) -> object:
     if record.value is None or record.replaced:
         raise ResultUnavailable("It was not kept in the record.")
+    if record.value.content_type == HTTP:
+        return record.value.body.decode(errors="replace")
     definition = definition_of(app, namespace := record.identity.namespace, load=True)
     codec = TaskCodec(app, namespace, Policy()) if definition is None else definition.codec
     load = codec.load_error if record.state is State.FAILED else codec.load_value
-    return (read or load)(record.value)
+    return load(record.value)
 
 
 def value_from_json(app: AnyCelery, identity: Identity, text: str) -> Stored:

@@ -6,7 +6,7 @@ from django.db import models
 
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
 
-__all__ = ["Counter", "IdempotencyRecord", "Mark", "OutboxMessage", "Outcomes", "Record"]
+__all__ = ["Counter", "IdempotencyRecord", "Mark", "OutboxMessage", "Record"]
 
 
 class Record(models.Model):
@@ -152,12 +152,3 @@ class IdempotencyRecord(models.Model):
 
     def __str__(self) -> str:
         return self.name
-
-
-class Outcomes(IdempotencyRecord):
-    """The charts' entry in the index of the admin."""
-
-    class Meta:
-        proxy = True
-        default_permissions = ()
-        verbose_name_plural = "outcomes by hour"

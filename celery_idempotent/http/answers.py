@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Stored
+from celery_idempotent.serializers import HTTP
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,6 @@ def make_problem(
 
 # -- stored responses --------------------------------------------------------------------------------------------------
 
-CONTENT_TYPE: Final = "application/http"
 #: In the record only: the response was sent whole, and its body is not stored.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 #: Headers that are not stored, lower case: of one answer or one login; of one connection (RFC 9110, 7.6.1); of one
@@ -160,7 +160,7 @@ def pack_response(answer: Answer, *, max_bytes: int, name: str, why: str = "") -
         lines.append(f"{_NOT_KEPT}: {why}")
     lines += [f"{key}: {value}" for key, value in answer.headers if key.lower() not in NEVER_KEPT]
     body = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body
-    return Stored(content_type=CONTENT_TYPE, content_encoding="binary", body=body)
+    return Stored(content_type=HTTP, content_encoding="binary", body=body)
 
 
 def read_response(stored: Stored) -> Answer:
@@ -171,7 +171,7 @@ def read_response(stored: Stored) -> Answer:
     """
     head, _, body = stored.body.partition(b"\r\n\r\n")
     found = _HEAD.fullmatch(head.decode("latin-1"))
-    if stored.content_type != CONTENT_TYPE or found is None:
+    if stored.content_type != HTTP or found is None:
         raise ResultUnavailable("What is stored for this key cannot be read as a response.")
     status, reason, lines = found.groups()
     headers: Headers = _HEADER.findall(lines)

@@ -19,16 +19,10 @@ from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent import errors
 from celery_idempotent.celery.definition import definition_of
-from celery_idempotent.http.answers import (
-    CONTENT_TYPE,
-    WAIT,
-    Answer,
-    RequestRefused,
-    read_response,
-)
+from celery_idempotent.http.answers import WAIT, Answer, RequestRefused, read_response
 from celery_idempotent.http.requests import http_identity
 from celery_idempotent.records import Record, State
-from celery_idempotent.serializers import Serializer
+from celery_idempotent.serializers import HTTP, Serializer
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -117,7 +111,7 @@ def _result_of(record: Record, task: DefinedTask | None) -> tuple[State, dict[st
     """Return the state and the result of a COMPLETED record: the task that replaced this one may still run."""
     value, definition = record.value, None if task is None else task.idempotency_definition()
     try:
-        if value is not None and value.content_type == CONTENT_TYPE:
+        if value is not None and value.content_type == HTTP:
             # The status alone: the view may ask who repeats its answer (authorize), the status resource cannot.
             return record.state, {"result": {"status": read_response(value).status}}
         if task is None or definition is None:

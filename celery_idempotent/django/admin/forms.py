@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from django import forms
 
 from celery_idempotent.celery.finding import scopes_of, select
-from celery_idempotent.celery.operations import OPERATIONS, Operation
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.records import Record, Selection, State, Stored
+from celery_idempotent.records import Selection, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -79,62 +78,24 @@ class FilterForm(forms.Form):
         return select(app, self.chosen(), **bounds)
 
 
-def has_run(state: State) -> bool:
-    """Whether a run may have taken effect, so that a further one may do so again."""
-    return state is not State.QUEUED
-
-
-def _shown_again(ran: Sequence[State], of: int) -> str:
-    """Return the risk to confirm: how many of the records took effect, and how many others may have."""
-    completed = ran.count(State.COMPLETED)
-    if of == 1:
-        took = "It took effect" if completed else "It may have taken effect"
-        return f"{took}: I know that it may be done a second time."
-    counts = {"took effect": completed, "may have taken effect": len(ran) - completed}
-    parts = " and ".join(f"{count} {text}" for text, count in counts.items() if count)
-    return f"Of {of} records {parts}: I know that they may be done a second time."
-
-
 class OperationForm(forms.Form):
     """The question about an operation; ``force`` is asked where a record has a live owner.
 
-    An effect that may happen twice takes a tick and a reason. ``read`` makes a value of a text, for an operation that
-    takes one.
+    ``read`` makes a value of a text, for an operation that takes one.
     """
 
     value = forms.CharField(label="Value, in JSON", widget=forms.Textarea(attrs={"rows": 3}))
-    again = forms.BooleanField(
-        error_messages={"required": "Tick this if you know that; else check it first."}
-    )
-    force = forms.BooleanField(
-        required=False,
-        error_messages={"required": "Tick this to take the key away from its owner."},
-    )
+    force = forms.BooleanField(required=False, label="Also if the owner is live")
     reason = forms.CharField(
         required=False, max_length=500, widget=forms.Textarea(attrs={"rows": 3})
     )
 
     def __init__(
-        self,
-        data: QueryDict | None = None,
-        *,
-        operation: Operation,
-        marks: Sequence[Record],
-        live: int,
-        read: Callable[[str], Stored] | None = None,
+        self, data: QueryDict | None = None, *, live: bool, read: Callable[[str], Stored] | None
     ) -> None:
         super().__init__(data)
         self._read = read
-        states = [mark.state for mark in marks] if OPERATIONS[operation].repeats else []
-        ran = [state for state in states if has_run(state)]
-        must_force = live > 0 and not marks  # without force there is nothing to do
-        self.fields["again"].label = _shown_again(ran, len(marks))
-        self.fields["force"].required = must_force
-        self.fields["force"].label = f"{operation.capitalize()} " + (
-            f"also those with a live owner ({live})" if marks else "although the owner is live"
-        )
-        self.fields["reason"].required = must_force or bool(ran)
-        for name, wanted in {"value": read, "again": ran, "force": live}.items():
+        for name, wanted in {"value": read, "force": live}.items():
             if not wanted:
                 del self.fields[name]
 
@@ -148,6 +109,6 @@ class OperationForm(forms.Form):
     def clean(self) -> dict[str, object]:
         """Refuse to force without a reason."""
         given: dict[str, object] = super().clean() or {}
-        if given.get("force") and not given.get("reason") and not self.has_error("reason"):
+        if given["force"] and not given.get("reason") and not self.has_error("reason"):
             self.add_error("reason", "To take a key away from a live owner, say why.")
         return given

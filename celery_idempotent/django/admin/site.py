@@ -1,8 +1,7 @@
 """The admin of idempotency records: the list, the record, the charts, and operations on one record or several.
 
 Nothing is stored between the pages: a form carries the marks of the records (key, token, state), so that each record is
-operated on only if it is still as it was shown. Those with a live owner are a list of their own: they are operated on
-only if the person says so, whatever became of their owners meanwhile.
+operated on only if it is still as it was shown.
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ from celery_idempotent.celery.story import (
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.charts import HOURS, charts
-from celery_idempotent.django.admin.forms import FilterForm, OperationForm, has_run
+from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.http.answers import CONTENT_TYPE, REPLAYED, read_response
 from celery_idempotent.records import Identity, Page, Record, Selection, State, Stored, moment
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
@@ -111,15 +108,6 @@ def _outbox_alias() -> str | None:
     return None
 
 
-class OutcomesAdmin(ReadOnlyAdmin):
-    """Leads from the index to the charts."""
-
-    def changelist_view(self, request: HttpRequest, extra_context: object = None) -> HttpResponse:  # noqa: ARG002
-        """Go to the charts."""
-        name = f"{self.admin_site.name}:celery_idempotent_idempotencyrecord_charts"
-        return HttpResponseRedirect(reverse(name))
-
-
 class OutboxAdmin(ReadOnlyAdmin):
     """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
 
@@ -146,20 +134,17 @@ class OutboxAdmin(ReadOnlyAdmin):
 
 
 class Row(NamedTuple):
-    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation.
-
-    ``why``: the reason of a FAILED or INTERRUPTED state.
-    """
+    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation."""
 
     record: Record
     stale: bool
     address: str
     task: str
+    owner: str
     age: str
     mark: str
     verdict: Verdict | None = None
     text: str = ""
-    why: str = ""
 
 
 def _guarded(*methods: str) -> Callable[[PageView], PageView]:
@@ -236,6 +221,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             stale=record.stale(now_ms),
             address=self._address_of(record.identity),
             task=task_name(app, record.identity),
+            owner=record.worker.partition("/")[0],  # the rest tells machines of one name apart
             age=time_in_words(max(now_ms - record.updated_ms, 0)),
             mark=mark_of(record),
         )
@@ -256,11 +242,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             except ValueError:
                 form.add_error(None, "This page belongs to another list: start at the first page.")
         if page is not None:
-            errors = self._may(request, "view_result")
-            rows = [
-                self._row(app, each, page.now_ms)._replace(why=_why(app, each, errors=errors))
-                for each in page.records
-            ]
+            rows = [self._row(app, each, page.now_ms) for each in page.records]
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
         allowed = [each for each in ON_MANY if rows and self._may(request, f"{each}_record")]
         context = {
@@ -297,7 +279,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             }
             return self._render(request, "message", missing, status=404)
         may_see = self._may(request, "view_result")
-        value = _value(app, record) if may_see and record.state.settled else ""
+        value = show_value(app, record) if may_see and record.state.settled else ""
         same_key = Selection(keys=frozenset({identity.key}))
         others = look(store, same_key, seconds=ELSEWHERE_SECONDS)
         context = {
@@ -307,17 +289,12 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "row": self._row(app, record, others.now_ms),
             "record": record,
             "identity": identity,
-            "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
-            "steps": [(name, len(stored.body)) for name, stored in record.steps],
             "known": definition_of(app, identity.namespace, load=True) is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
             "value": value,
-            "error": _first_line(value) if record.state is State.FAILED else "",
             "operations": [
-                (each, OPERATIONS[each].repeats and has_run(record.state))
-                for each in offered(app, record)
-                if self._may(request, f"{each}_record")
+                each for each in offered(app, record) if self._may(request, f"{each}_record")
             ],
             "operation_url": self._address("operation", one="1"),
             "elsewhere": [
@@ -358,9 +335,9 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     def operation_view(self, request: HttpRequest) -> HttpResponse:
         """Ask whether an operation is meant, on ``one`` record or on those ticked in the list, and do it."""
         post, back = request.POST, self._address("changelist", **request.GET.dict())
-        marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
-        if request.GET.get("one"):
-            back = self._address_of([*marks, *live][0].identity) if marks or live else back
+        marks = _read_marks(post.getlist("record"))
+        if marks and request.GET.get("one"):
+            back = self._address_of(marks[0].identity)
         if request.method == "GET":
             return HttpResponseRedirect(back)  # after a login in between
         operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
@@ -368,28 +345,24 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return _back_with(request, back, "No action selected. Nothing was done.")
         if not self._may(request, f"{operation}_record"):
             raise PermissionDenied
-        if not marks and not live:
+        if not marks:
             return _back_with(request, back, "No record selected. Nothing was done.")
         most = PER_PAGE if operation in ON_MANY else 1
-        if len(marks) + len(live) > most:
+        if len(marks) > most:
             return _back_with(request, back, f"Select at most {most} records.")
         if not post.get("confirmed"):
             return self._question(request, operation, marks, back)
-        form = _form(operation, marks, live, request)
+        form = OperationForm(post, live=True, read=_reader(operation, marks))
         if not form.is_valid():
-            return self._question(request, operation, [*marks, *live], back, form)
-        _execute(request, operation, marks, form, force=False)
-        if form.cleaned_data.get("force", False):
-            _execute(request, operation, live, form, force=True)
-        elif live:
-            messages.warning(request, f"{len(live)} left alone: the owner is live.")
+            return self._question(request, operation, marks, back, form)
+        _execute(request, operation, marks, form.cleaned_data)
         return HttpResponseRedirect(back)
 
     def _question(
         self,
         request: HttpRequest,
         operation: Operation,
-        marks: Iterable[Record],
+        marks: Sequence[Record],
         back: str,
         form: OperationForm | None = None,
     ) -> HttpResponse:
@@ -414,8 +387,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "live": len(held),
             "left": len(skip),
             "one": len(rows) == 1,
-            "form": form
-            or _form(operation, [row.record for row in apply], [row.record for row in held]),
+            "form": form or OperationForm(live=bool(held), read=_reader(operation, marks)),
         }
         return self._render(request, "operation", context, status=400 if form else 200)
 
@@ -453,34 +425,23 @@ def _read_marks(texts: Iterable[str]) -> list[Record]:
     return list(found.values())
 
 
-def _form(
-    operation: Operation,
-    marks: Sequence[Record],
-    live: Sequence[Record],
-    request: HttpRequest | None = None,
-) -> OperationForm:
-    read = None
-    if operation not in ON_MANY:
-        read = functools.partial(value_from_json, celery_app(), [*marks, *live][0].identity)
-    data = None if request is None else request.POST
-    return OperationForm(data, operation=operation, marks=marks, live=len(live), read=read)
+def _reader(operation: Operation, marks: Sequence[Record]) -> Callable[[str], Stored] | None:
+    """Return what makes a value of a text, for an operation that takes one."""
+    if operation in ON_MANY:
+        return None
+    return functools.partial(value_from_json, celery_app(), marks[0].identity)
 
 
 def _execute(
-    request: HttpRequest,
-    operation: Operation,
-    marks: Sequence[Record],
-    form: OperationForm,
-    *,
-    force: bool,
+    request: HttpRequest, operation: Operation, marks: Sequence[Record], given: Mapping[str, Any]
 ) -> None:
     """Operate on one record after the other, as far as the store answers, with a message for each outcome."""
     wanted = OperationRequest(
         operation,
         who=request.user.get_username(),
-        reason=form.cleaned_data["reason"],
-        force=force,
-        value=form.cleaned_data.get("value"),
+        reason=given["reason"],
+        force=given["force"],
+        value=given.get("value"),
     )
     done, untried = [], len(marks)
     for mark, outcome, text in operate_on_each(celery_app(), wanted, marks):
@@ -531,36 +492,3 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     }
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
     return replace(page, records=tuple(newest))
-
-
-def _why(app: Celery, record: Record, *, errors: bool) -> str:
-    """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
-    if record.state is State.INTERRUPTED:
-        return "Its worker was lost." if record.crashes else "Its run ended after some steps."
-    if record.state is not State.FAILED or not errors:
-        return ""
-    whole = get_store(app).get(record.identity)  # lists leave out values
-    return _first_line(_value(app, whole)) if whole and whole.state is State.FAILED else ""
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0].removesuffix(": ")
-
-
-def _value(app: Celery, record: Record) -> str:
-    """Return the result or error of a settled record as text."""
-    of_view = record.value is not None and record.value.content_type == CONTENT_TYPE
-    return show_value(app, record, _read_response if of_view else None)
-
-
-def _read_response(stored: Stored) -> str:
-    """Return the answer of a view, its body if that is a text."""
-    response = response_of(read_response(stored))
-    del response[REPLAYED]
-    body = f"({len(response.content):,} bytes, not text)"
-    if "Content-Encoding" not in response:
-        with contextlib.suppress(UnicodeDecodeError, LookupError):
-            body = response.content.decode(response.charset)
-    head = [f"{response.status_code} {response.reason_phrase}"]
-    head += [f"{name}: {value}" for name, value in response.items()]
-    return "\n".join([*head, "", body])
