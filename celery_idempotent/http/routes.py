@@ -51,32 +51,16 @@ class _Encoder(json.JSONEncoder):
         return str(o) if isinstance(o, (decimal.Decimal, uuid.UUID)) else super().default(o)
 
 
-def _is_on_loop() -> bool:
+def _refuse_loop(name: str) -> None:
+    """Refuse a call on an event loop, which would stop meanwhile."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return
+    raise RuntimeError(f"{name}() would stop the event loop: in a coroutine, `await a{name}(...)`.")
 
 
-def _blocking(function: Callable[P, ResponseParts]) -> Callable[P, ResponseParts]:
-    """Refuse to be called on an event loop, which would stop meanwhile."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> ResponseParts:
-        if _is_on_loop():
-            name = function.__name__
-            raise RuntimeError(
-                f"{name}() would block the event loop: in a coroutine, `await a{name}(...)`."
-            )
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _in_thread(
-    function: Callable[P, ResponseParts],
-) -> Callable[P, Awaitable[ResponseParts]]:
+def _in_thread(function: Callable[P, ResponseParts]) -> Callable[P, Awaitable[ResponseParts]]:
     """Return a function for coroutines. The thread goes on when its client hangs up."""
 
     @wraps(function)
@@ -94,7 +78,6 @@ def _parts(answer: Answer) -> ResponseParts:
 # -- enqueue -----------------------------------------------------------------------------------------------------------
 
 
-@_blocking
 def enqueue(
     task: AnyTask,
     args: Sequence[object] = (),
@@ -130,6 +113,7 @@ def enqueue(
             ``error_status``.
         RuntimeError: in a coroutine.
     """
+    _refuse_loop("enqueue")
     order = _RouteOrder(
         cast("IdempotentTask", task),
         args,
@@ -167,7 +151,6 @@ aenqueue = _in_thread(enqueue)
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
-@_blocking
 def task_status(
     task: AnyTask,
     key: str,
@@ -185,6 +168,7 @@ def task_status(
         if_none_match: the header ``If-None-Match``.
         docs_url: problems link to it.
     """
+    _refuse_loop("task_status")
     definition = cast("IdempotentTask", task).idempotency_definition()
     namespace = str(task.name) if definition is None else definition.identifier.namespace
     try:

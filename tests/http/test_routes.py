@@ -321,7 +321,7 @@ def test_of_a_task_that_is_not_guarded_each_request_is_queued(charge: Any, mode:
 @pytest.mark.parametrize("function", [enqueue, task_status])
 def test_on_an_event_loop_it_says_what_to_await(charge: Any, function: Any) -> None:
     async def route() -> None:
-        function(charge, "k", key="k", scope="ann")
+        function(charge, key="k", scope="ann")
 
     with pytest.raises(RuntimeError, match=f"await a{function.__name__}"):
         asyncio.run(route())
