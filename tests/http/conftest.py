@@ -28,7 +28,7 @@ def site(running: Site) -> Iterator[Site]:
 @pytest.fixture(scope="session")
 def asgi(running: Site) -> Web:
     """The same site under an ASGI server."""
-    command = [sys.executable, "-m", "tests.http.asgi"]
+    command = [sys.executable, "-m", "tests.http.servers", "asgi"]
     web = Web(command, running.directory, running.env, "asgi")
     running.children.append(web)
     return web.start()

@@ -79,18 +79,22 @@ class Http2(Http1):
         self.socket.sendall(self.state.data_to_send())
 
     def answer(self) -> Answer:
+        from h2 import events
+
         headers, body, ended = http.client.HTTPMessage(), b"", False
         while not ended:
-            data = self.socket.recv(65_536)
-            if not data:
+            if not (data := self.socket.recv(65_536)):
                 raise http.client.RemoteDisconnected("without an answer")
             for event in self.state.receive_data(data):
-                for key, value in getattr(event, "headers", None) or ():
-                    headers[key.decode()] = value.decode("latin-1")
-                body += (
-                    getattr(event, "data", b"") if hasattr(event, "flow_controlled_length") else b""
-                )
-                ended = ended or type(event).__name__ in ("StreamEnded", "StreamReset")
+                if isinstance(event, events.ResponseReceived):
+                    for key, value in event.headers:
+                        headers[key.decode()] = value.decode("latin-1")
+                elif isinstance(event, events.DataReceived):
+                    body += event.data
+                elif isinstance(event, events.StreamEnded):
+                    ended = True
+                elif isinstance(event, (events.StreamReset, events.ConnectionTerminated)):
+                    raise http.client.RemoteDisconnected(type(event).__name__)
             self.socket.sendall(self.state.data_to_send())
         return Answer(int(headers[":status"]), headers, body)
 

@@ -6,18 +6,19 @@ Each run is noted in a file ``runs-KEY``. ``held`` and the work ``later`` go on 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from celery_idempotent import current_claim
 from celery_idempotent.http.middleware import bearer_scope, read_header
+from tests.http import servers
 
 __all__ = ["DOORS", "PIECES", "urlpatterns"]
 
@@ -81,8 +82,10 @@ def work(name: str, argument: str, body: bytes) -> Answered:
     elif name == "echo":
         told["bytes"] = len(body)
     elif name == "event":
-        with Path("effects").open("ab") as effects:
-            effects.write(b"%s\n" % json.loads(body)["id"].encode())
+        # As a payment provider, which knows a request again by its key.
+        with contextlib.suppress(FileExistsError):
+            Path(f"effect-{claim.derived_key('charge')}").touch(exist_ok=False)
+        time.sleep(0.005)
     return status, headers, [json.dumps(told).encode()]
 
 
@@ -236,57 +239,12 @@ def flask() -> Any:
     return app
 
 
-# Servers -------------------------------------------------------------------------------------------------------------
-
-
-def tell(port: int) -> None:
-    draft = Path(sys.argv[2]).with_suffix(".draft")
-    draft.write_text(str(port))
-    draft.rename(sys.argv[2])
-
-
-def listening() -> socket.socket:
-    found = socket.create_server(("127.0.0.1", 0), backlog=128)
-    tell(found.getsockname()[1])
-    return found
-
-
-def gunicorn(load: Callable[[], Any]) -> None:
-    from gunicorn.app.base import BaseApplication
-
-    class Site(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
-        def load_config(self) -> None:
-            given: dict[str, Any] = {"bind": "127.0.0.1:0", "threads": 16}
-            given["when_ready"] = lambda arbiter: tell(arbiter.LISTENERS[0].sock.getsockname()[1])
-            if "control_socket_disable" in self.cfg.settings:  # from 25 on
-                given["control_socket_disable"] = True
-            for name, value in given.items():
-                self.cfg.set(name, value)
-
-        def load(self) -> Any:
-            return load()
-
-    Site().run()
-
-
-def uvicorn(load: Callable[[], Any]) -> None:
-    import uvicorn
-
-    config = uvicorn.Config(load(), lifespan="off", log_level="info")
-    uvicorn.Server(config).run([listening()])
-
-
-def hypercorn(load: Callable[[], Any]) -> None:
-    from hypercorn.asyncio import serve
-    from hypercorn.config import Config
-
-    config, app = Config(), load()
-    found = listening()
-    config.bind = [f"fd://{found.fileno()}"]
-    asyncio.run(serve(app, config))
-
-
 if __name__ == "__main__":
-    servers: Any = dict(zip(DOORS, itertools.cycle([uvicorn]), strict=False))
-    servers |= {"django-wsgi": gunicorn, "flask": gunicorn, "starlette": hypercorn}
-    servers[sys.argv[1]](globals()[sys.argv[1].replace("-", "_")])
+    serve = {
+        "django-wsgi": partial(servers.gunicorn, django_wsgi),
+        "django-asgi": partial(servers.uvicorn, django_asgi),
+        "fastapi": partial(servers.uvicorn, fastapi),
+        "starlette": partial(servers.hypercorn, starlette),
+        "flask": partial(servers.gunicorn, flask),
+    }
+    serve[sys.argv[1]]()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import uvicorn
 from celery import Celery
 from celery.signals import before_task_publish
 from fastapi import Body, FastAPI, Header, Response
@@ -17,6 +15,7 @@ from fastapi import Body, FastAPI, Header, Response
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.celery import sweep
 from celery_idempotent.http import aenqueue, atask_status
+from tests.http import servers
 
 __all__ = ["api", "app"]
 
@@ -56,14 +55,6 @@ async def look(authorization: Annotated[str, Header()], key: str) -> Response:
     return Response(*await atask_status(charge, key, scope=authorization))
 
 
-def serve(port_file: Path) -> None:
-    listening = socket.create_server(("127.0.0.1", 0))
-    draft = port_file.with_suffix(".draft")
-    draft.write_text(str(listening.getsockname()[1]))
-    draft.rename(port_file)
-    uvicorn.Server(uvicorn.Config(api, lifespan="off", log_level="info")).run([listening])
-
-
 def let_a_minute_pass() -> None:
     """Let reservations of now count as lost."""
     from celery_idempotent.stores.redis.store import RedisStore
@@ -81,4 +72,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "sweep":
         sys.stdout.write(f"{sweep.sweep(app)['requeued']}\n")
     else:
-        serve(Path(sys.argv[1]))
+        servers.uvicorn(lambda: api)

@@ -31,7 +31,8 @@ QUEUEING = ("form_later", "form_bare_later", "aform_later")
 @pytest.fixture(scope="module")
 def web(running: Site) -> Web:
     """A server as in production; other tests use Django's own."""
-    web = Web([sys.executable, "-m", "tests.http.wsgi"], running.directory, running.env, "gunicorn")
+    command = [sys.executable, "-m", "tests.http.servers", "wsgi"]
+    web = Web(command, running.directory, running.env, "gunicorn")
     running.children.append(web)
     return web.start()
 

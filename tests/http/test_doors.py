@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
+import sys
+import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from celery_idempotent.records import State
 from tests.http.doors import Door, Doors, open_doors
 from tests.http.frameworks import DOORS, PIECES
-from tests.http.sites import at_once, new_key
+from tests.http.sites import Answer, at_once, new_key
+from tests.support.paths import ROOT
 from tests.support.records import claim_key, settle_key
 from tests.support.waiting import wait_for
 
@@ -393,3 +401,99 @@ def test_the_bytes_of_a_form_that_is_not_utf_8_count_where_the_application_sees_
     assert door.ask(key, **one).status == 201
     # A view of Django's sees one replacement character for both.
     assert door.ask(key, **two).status == (201 if door.name in DJANGO else 422)
+
+
+# Rules of others ------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_is_kept_for_a_day(doors: Doors, door: Door, key: str) -> None:
+    assert door.ask(key).status == 201
+    with contextlib.closing(Redis.from_url(doors.proxy.url())) as client:
+        (name,) = client.scan_iter(f"{door.name}:*{key}", count=10_000)
+        assert 86_300 < client.ttl(name) <= 86_400
+
+
+def test_a_get_needs_no_key(door: Door) -> None:
+    """The application has no such route."""
+    assert door.ask(None, "/nowhere", method="GET").status in {404, 405}
+
+
+#: What the draft and Stripe's documentation ask for, as the page on HTTP has it, and the test of it.
+RULES: dict[str, object] = {
+    "The key is a string of RFC 9651": test_a_repetition_gets_the_first_response,
+    "A key has up to 255 characters": test_a_request_is_refused,
+    "A request without a key is `400`": test_a_request_is_refused,
+    "A `GET` needs no key": test_a_get_needs_no_key,
+    "A key belongs to one caller": test_a_repetition_gets_the_first_response,
+    "A repetition gets the first status and body": test_any_other_response_is_kept,
+    "A replay says that it is one": test_a_repetition_gets_the_first_response,
+    "A `500` is repeated": test_a_response_that_invites_another_try_releases_the_key,
+    "A request that is refused before it runs stores nothing": test_a_request_is_refused,
+    "Until the first request is answered: `409`": (
+        test_while_the_first_runs_a_repetition_is_409_and_another_request_422
+    ),
+    "A key of another request is `422`": test_requests_that_say_something_else_are_others,
+    "Errors are problems of RFC 9457": test_a_request_is_refused,
+    "Keys live for a day": test_a_response_is_kept_for_a_day,
+}
+
+
+def test_the_page_names_each_rule() -> None:
+    page = (ROOT / "docs" / "http.md").read_text()
+    table = page.partition("## Differences from the draft and from Stripe")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
+    assert rows[1:] == [*RULES]
+
+
+# Deliveries ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.wide
+def test_987_deliveries_of_324_events_take_effect_324_times(door: Door) -> None:
+    """By 50 clients, of whom one in five hangs up, over 25 kills of the server."""
+    seeded = random.Random(17)
+    events = [new_key() for _ in range(324)]
+    deliveries = events + seeded.choices(events, k=987 - len(events))
+    seeded.shuffle(deliveries)
+    todo, done = deque(deliveries), list[Answer]()
+
+    def deliver() -> None:
+        while len(done) < len(deliveries):
+            time.sleep(random.random())
+            try:
+                event = todo.popleft()
+            except IndexError:
+                continue
+            request: Asked = {"path": "/event/x", "body": b'{"event": "%s"}' % event.encode()}
+            try:
+                if random.random() < 0.2:
+                    with door.connected(event, **request):
+                        raise TimeoutError
+                answer = door.ask(event, **request)
+            except (OSError, http.client.HTTPException):
+                todo.append(event)  # delivered once more
+            else:
+                if answer.status in {409, 503}:
+                    todo.append(event)
+                else:
+                    done.append(answer)
+
+    def is_done(number: int) -> bool:
+        return len(done) >= number
+
+    with ThreadPoolExecutor(50) as pool:
+        clients = [pool.submit(deliver) for _ in range(50)]
+        for kill in range(1, 26):
+            wait_for(partial(is_done, 35 * kill), 120)
+            door.web.kill()
+            door.web.start()
+    for client in clients:
+        client.result()
+    directory = door.web.port_file.parent
+    effects = len(list(directory.glob("effect-*")))
+    runs = sum(door.runs(event) for event in events)
+    sys.stdout.write(f"{door.name}: {len(done)} answers, {effects} effects, {runs} runs\n")
+    assert [answer for answer in done if answer.status != 200] == []
+    assert (len(done), effects) == (987, 324)
+    # One run more for each that was killed.
+    assert 324 <= runs <= 324 + 25 * 50

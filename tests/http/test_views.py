@@ -75,14 +75,6 @@ def test_safe_methods_pass(site: Site) -> None:
     assert site.ask("OPTIONS", "/t/classy/").status == 200
 
 
-def test_a_stream_is_sent_once_and_its_repetition_is_410(site: Site, web: Web) -> None:
-    key = new_key()
-    first, again = (post(web, "stream", key=key) for _ in range(2))
-    assert first.body == b"1a1b1c"
-    assert again.problem() == (410, "result_not_kept")
-    assert runs(site, key) == 1
-
-
 def test_a_patient_view_waits_for_the_first_answer(site: Site) -> None:
     key = new_key()
     answers = at_once(lambda: post(site, "patient", key=key), 5)

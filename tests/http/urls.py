@@ -21,7 +21,7 @@ urlpatterns = [
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
             *("plain", "patient", "template"),
-            *("stream", "stepping", "slow", "coroutine", "rest_inside"),
+            *("stepping", "slow", "coroutine", "rest_inside"),
             *("throttled", "form", "form_read", "rest_form", "form_later"),
             *("form_bare_later", "aform_later"),
         )

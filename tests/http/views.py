@@ -14,7 +14,7 @@ from asgiref.sync import sync_to_async
 from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
-from django.http import HttpResponse, JsonResponse, StreamingHttpResponse
+from django.http import HttpResponse, JsonResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.views import View
@@ -72,12 +72,6 @@ def patient(request: Any) -> HttpResponse:
 def template(request: Any) -> HttpResponse:
     made = engines["django"].from_string("run {{ run }}")
     return TemplateResponse(request, made, {"run": ran(request)})  # type: ignore[arg-type]
-
-
-@guarded
-def stream(request: Any) -> StreamingHttpResponse:
-    number = ran(request)
-    return StreamingHttpResponse((f"{number}{part}" for part in "abc"), content_type="text/plain")
 
 
 @guarded
