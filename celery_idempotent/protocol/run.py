@@ -221,7 +221,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
     outer = current_run.set(run)
     # An atomic run holds a lock of its database instead; another thread does not see a record in an open transaction.
     is_renewed = run.in_transaction is None or run.policy.mode == "observe"
-    if is_renewed and not run.store.joined():
+    if is_renewed and not (run.store.supports_transactions and run.store.joined()):
         heartbeat.add(run)
     try:
         claimed_s = time.monotonic() - run.renewed_at
