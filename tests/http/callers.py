@@ -144,11 +144,11 @@ class AsgiClient(Client):
             "extensions": {"http.response.trailers": {}, "http.response.pathsend": {}, "tls": {}},
         }
 
-    async def serve(self, scope: Any, parts: list[bytes]) -> Answer:
+    async def serve(self, scope: Any, parts: list[bytes], *, ends: bool = True) -> Answer:
         told: list[Any] = []
         self.sent.clear()
         incoming = [
-            {"type": "http.request", "body": part, "more_body": number < len(parts)}
+            {"type": "http.request", "body": part, "more_body": number < len(parts) or not ends}
             for number, part in enumerate(parts, 1)
         ]
 

@@ -337,6 +337,14 @@ def test_more_requests_than_threads_wait_for_one() -> None:
     assert running == ["begun", "done"] * 3
 
 
+def test_half_a_body_without_a_length_reaches_no_application(shop: Shop) -> None:
+    client, key = open_client("asgi", shop), new_key()
+    scope = client.scope("POST", "/pay", "", {**client.headers, "Idempotency-Key": key})
+    answer = asyncio.run(client.serve(scope, [b"half"], ends=False))
+    assert answer.code == (400, "body_incomplete")
+    assert shop.runs == []
+
+
 async def burst(client: AsgiClient, keys: list[str]) -> list[Answer]:
     headers = [{**client.headers, "Idempotency-Key": key} for key in keys]
     scopes = [client.scope("POST", "/pay", "", each) for each in headers]
