@@ -25,7 +25,6 @@ from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import to_the_end
 from celery_idempotent.http.middleware import (
-    GivenOptions,
     Middleware,
     Request,
     Response,
@@ -35,8 +34,6 @@ from celery_idempotent.http.middleware import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
@@ -62,7 +59,7 @@ class IdempotencyMiddleware(Middleware):
         store: Store | str | AnyCelery,
         scope: Callable[[Request], object],
         threads: int = 100,
-        **options: Unpack[GivenOptions],
+        **options: object,
     ) -> None:
         super().__init__(app, store=store, scope=scope, **options)
         # Not the loop's own: an endpoint that waits for one of its threads might never get one.

@@ -16,8 +16,7 @@ PROMETHEUS_MULTIPROC_DIR, to all children of a worker), the gauges to the store.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -45,8 +44,6 @@ logger = logging.getLogger(__name__)
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 #: How many stale records are read, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
-#: How long a scrape waits for the store, in seconds: less than Prometheus waits for the scrape.
-ANSWER_WITHIN: Final = 2.0
 
 
 def install(registry: CollectorRegistry = REGISTRY) -> None:
@@ -94,21 +91,17 @@ class StoreCollector(Collector):
 
     def __init__(self, app: AnyCelery) -> None:
         self._app = app
-        self._thread: threading.Thread | None = None
-        self._gauges: Sequence[GaugeMetricFamily] = ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges; if the store does not answer within :data:`ANSWER_WITHIN`, only ``store_up`` with 0."""
-        # In one thread: a store that hangs costs a scrape only its gauges, and no other scrape asks it meanwhile.
-        if self._thread is None or not self._thread.is_alive():
-            self._gauges = ()
-            self._thread = threading.Thread(target=self._ask_store, daemon=True)
-            self._thread.start()
-        self._thread.join(ANSWER_WITHIN)
-        gauges = self._gauges
+        """Yield the gauges; if the store does not answer, only ``store_up`` with 0."""
+        gauges = list[GaugeMetricFamily]()
+        try:
+            gauges = list(self._ask())
+        except IdempotencyError as error:
+            logger.warning("idempotency: metrics without those of the store: %s", error)
         yield GaugeMetricFamily(
             "celery_idempotency_store_up",
-            "1 if the store answered this scrape within two seconds; else 0, and the metrics below are missing.",
+            "1 if the store answered this scrape; else 0, and the metrics below are missing.",
             value=float(bool(gauges)),
         )
         yield from gauges
@@ -116,12 +109,6 @@ class StoreCollector(Collector):
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Yield nothing: registering a collector must not ask the store."""
         return iter(())
-
-    def _ask_store(self) -> None:
-        try:
-            self._gauges = list(self._ask())
-        except IdempotencyError as error:
-            logger.warning("idempotency: metrics without those of the store: %s", error)
 
     def _ask(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; ages are by the store's clock, not by this machine's."""

@@ -121,12 +121,8 @@ def sweeps_of(app: AnyCelery, store: Store, stats: Stats) -> tuple[bool, str]:
     return well, f"Sweeps are due every {interval:g} s, and {last}{doubt}"
 
 
-def check_health(
-    app: AnyCelery, store: Store, *, outbox_ms: int | None
-) -> tuple[dict[str, Any], str]:
-    """Return the health of store, sweeps and outbox as JSON, and a sentence about sweeps.
-
-    ``outbox_ms`` is the age of the oldest message in the outbox.
+def check_health(app: AnyCelery, store: Store, *, outbox_ms: int | None) -> dict[str, Any]:
+    """Return the health of store, sweeps and outbox as JSON; ``outbox_ms``: the age of the oldest message in it.
 
     Raises:
         StoreUnavailable: if the store does not answer.
@@ -134,16 +130,15 @@ def check_health(
     began = time.perf_counter()
     stats = store.stats()
     answered_ms = round((time.perf_counter() - began) * 1000, 1)
-    swept, sentence = sweeps_of(app, store, stats)
+    swept, _ = sweeps_of(app, store, stats)
     swept_s = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0) // 1000
     sent = (outbox_ms or 0) <= OUTBOX_MS
-    found: dict[str, Any] = {
+    return {
         "well": swept and sent,
         "store": {"well": True, "answered_ms": answered_ms},
         "sweep": {"well": swept, "ago_s": swept_s},
         "outbox": {"well": sent, "oldest_s": None if outbox_ms is None else outbox_ms // 1000},
     }
-    return found, sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

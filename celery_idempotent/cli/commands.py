@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -415,11 +416,16 @@ def _check(app: Celery, health: bool, as_json: bool) -> None:
     answer.
 
     --health checks no settings, but: does the store answer, did a sweep end within three intervals, has no message
-    waited in the outbox for over a minute?
+    waited in the outbox for over a minute? It prints JSON.
     """
     if health:
-        _check_health(app, as_json=as_json)
-        return
+        alias, waits = (store := session.store_of(app)).outbox_alias, None
+        if alias is not None:
+            outbox = import_module("celery_idempotent.django.outbox")
+            waits = outbox.oldest_ms(using=alias)
+        about = story.check_health(app, store, outbox_ms=waits)
+        write(True, about, "")
+        raise Exit(0 if about["well"] else FOUND)
     found = check(app)
     for each in found:
         about = asdict(each) | {"level": each.level}
@@ -428,22 +434,3 @@ def _check(app: Celery, health: bool, as_json: bool) -> None:
         note("Nothing found.")
     codes = {UNREACHABLE if each.id == _STORE_DOWN else FOUND for each in found}
     raise Exit(max(codes, default=0))
-
-
-def _check_health(app: Celery, *, as_json: bool) -> None:
-    store, outbox = session.store_of(app), session.django_part("outbox")
-    waits = None if outbox is None else outbox.oldest_ms(using=store.outbox_alias)
-    found, sweeps = story.check_health(app, store, outbox_ms=waits)
-    oldest = found["outbox"]["oldest_s"]
-    sentences = {
-        "store": f"It answered in {found['store']['answered_ms']:.0f} ms.",
-        "sweep": sweeps,
-        "outbox": "No message waits." if oldest is None else f"The oldest waits for {oldest} s.",
-    }
-    if as_json:
-        write(True, found, "")
-    else:
-        for name, text in sentences.items():
-            well = "well     " if found[name]["well"] else "TROUBLE  "
-            session.paragraph(text, indent=f"{name:<8}{well}")
-    raise Exit(0 if found["well"] else FOUND)

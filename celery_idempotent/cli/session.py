@@ -8,8 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click import Option
@@ -17,6 +16,7 @@ from click import Option
 from celery_idempotent.celery import finding
 from celery_idempotent.celery.definition import definitions, load_tasks
 from celery_idempotent.celery.story import ago, iso
+from celery_idempotent.http.options import HTTP_NAMESPACE
 from celery_idempotent.records import Record, Selection
 from celery_idempotent.stores import Store, get_store
 
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 #: that nobody knows whether it was done.
 FOUND, UNREACHABLE = 1, 3
 
-#: The columns of a table of records, the narrow ones first.
-_COLUMNS = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "TASK ID", "WORKER")
-
-#: The most characters of a cell on a terminal.
-_WIDEST = 40
+_COLUMNS = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "WORKER")
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 _LENGTH = re.compile(r"([0-9]{1,9})\s*(s|min|m|h|d)", re.ASCII)
@@ -72,14 +68,6 @@ def store_of(app: Celery) -> Store:
     return get_store(app)
 
 
-def django_part(module: str) -> Any:
-    """Return a module of ours that only a Django project with our app can use, ``None`` in any other."""
-    apps = getattr(sys.modules.get("django.apps"), "apps", None)
-    if apps is None or not apps.ready or not apps.is_installed("celery_idempotent.django"):
-        return None
-    return import_module(f"celery_idempotent.django.{module}")
-
-
 # -- which records -----------------------------------------------------------------------------------------------------
 
 
@@ -118,10 +106,9 @@ def number(name: str, default: int, text: str, *, most: int | None = None) -> Op
 
 
 def known_namespaces(app: Celery) -> list[str]:
-    """Return the namespaces of the app's tasks, and of the views of its Django project."""
-    views = django_part("http.views")
+    """Return the namespaces of the app's tasks, and that of views."""
     ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
-    return list(dict.fromkeys([*ours, *(views.view_namespaces() if views else ())]))
+    return [*ours, HTTP_NAMESPACE]
 
 
 def selection_of(
@@ -142,37 +129,20 @@ def selection_of(
 # -- output: tables for people, tabs for pipes, JSON lines for programs ------------------------------------------------
 
 
-def terminal_width() -> int | None:
-    """Return how many characters a line of the terminal has, ``None`` for a pipe."""
-    return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
-
-
-def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, least: int = 99, err: bool = False
-) -> None:
-    """Write a table, into a pipe whole and with tabs.
-
-    On a terminal cells are cut, empty columns left out, and on a narrow one the last, down to ``least`` columns.
-    """
-    lines: list[Sequence[str]] = [head, *rows]
-    texts = ["\t".join(cell or "-" for cell in line) for line in lines]
-    if width := terminal_width():
-        columns = [
-            [cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in column]
-            for column in zip(*lines, strict=True)
-            if any(column[1:])
-        ]
-        widths = [max(map(len, column)) for column in columns]
-        while len(widths) > least and sum(widths) + 2 * len(widths) > width:
-            widths.pop()
-        cells = zip(*columns, strict=True)
-        texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-    click.echo("\n".join(texts), err=err)
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
+    """Write a table: in columns on a terminal, with tabs into a pipe."""
+    lines = [[cell or "-" for cell in line] for line in (head, *rows)]
+    widths = [
+        max(map(len, column)) if sys.stdout.isatty() else 0 for column in zip(*lines, strict=True)
+    ]
+    between = "  " if any(widths) else "\t"
+    for line in lines:
+        click.echo(between.join(map(str.ljust, line, widths)).rstrip(), err=err)
 
 
 def paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
     """Write a sentence or two, broken at the width of the terminal, in a pipe on one line."""
-    width = terminal_width() or 10_000
+    width = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 10_000
     click.secho(click.wrap_text(text, width, indent, " " * len(indent)), bold=bold)
 
 
@@ -202,9 +172,9 @@ def write_records(
         state += ", stale" if about["stale"] else ""
         cells = [identity.key, str(about["task"]), identity.scope, state]
         cells += [ago(record.updated_ms, now_ms), str(record.crashes or "")]
-        rows.append([*cells, record.task_id, record.worker.partition("/")[0]])
+        rows.append([*cells, record.worker.partition("/")[0]])
     if not as_json:
-        table(_COLUMNS, rows, least=4, err=err)
+        table(_COLUMNS, rows, err=err)
 
 
 def object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:

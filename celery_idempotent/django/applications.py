@@ -46,19 +46,10 @@ def _current_app() -> Celery:
     """
     default = _STATE.default_app
     # Celery has no other way to ask.
-    if _app_of_thread() is None and (default is None or default.main == "default"):
+    is_unknown = _STATE._tls.current_app is None  # noqa: SLF001
+    if is_unknown and (default is None or default.main == "default"):
         apps = [app for app in list(_STATE._get_active_apps()) if app is not default]  # noqa: SLF001
         if len(apps) == 1:
             return apps[0]  # type: ignore[no-any-return]  # untyped
     found: Celery = _STATE.get_current_app()
     return found
-
-
-def _app_of_thread() -> Any:
-    return _STATE._tls.current_app  # noqa: SLF001
-
-
-def has_app() -> bool:
-    """Whether there is an app, so that Celery need not make a default one."""
-    found = getattr(settings, APP_SETTING, None) or _app_of_thread() or _STATE.default_app
-    return bool(found)

@@ -9,7 +9,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
-from celery_idempotent.django.applications import celery_app, has_app
+from celery_idempotent.django.applications import celery_app
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -41,5 +41,5 @@ def of_store(**_: object) -> list[checks.CheckMessage]:
 def _messages(look: Callable[[Celery], Iterable[Finding]]) -> list[checks.CheckMessage]:
     return [
         _KINDS[each.level](each.problem, hint=each.hint, id=f"celery_idempotent.{each.id}")
-        for each in (look(celery_app()) if has_app() else ())
+        for each in look(celery_app())
     ]

@@ -27,7 +27,7 @@ def health(request: HttpRequest) -> JsonResponse:  # noqa: ARG001  any request g
     """Answer 200 if all is well, else 503, with the fields of ``celery idempotency check --health --json``."""
     try:
         store = get_store(app := celery_app())
-        found, _ = check_health(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
+        found = check_health(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
     except (StoreUnavailable, StoreMisconfigured):
         return JsonResponse(_NO_STORE, status=503)
     return JsonResponse(found, status=200 if found["well"] else 503)

@@ -13,10 +13,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from http.client import responses
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs
 
 from celery import Celery
@@ -32,8 +31,6 @@ from celery_idempotent.protocol.options import accept_if, flag, option, read_opt
 from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.protocol.run import Body
     from celery_idempotent.records import Identity, Stored
@@ -55,25 +52,6 @@ def _each(accepts: Callable[[str], bool], message: str) -> Callable[[object], tu
         return found
 
     return read
-
-
-class GivenOptions(TypedDict, total=False):
-    """The options of the middleware as they are given; the page on HTTP describes them."""
-
-    methods: Iterable[str]
-    paths: Iterable[str]
-    release_large: bool
-    name: str
-    required: bool
-    authorize: RequestFunction
-    fingerprint: RequestFunction
-    lease: float | timedelta
-    retention: float | timedelta
-    wait: float | timedelta
-    unstored: Iterable[int]
-    max_request_bytes: int
-    max_response_bytes: int
-    docs_url: str
 
 
 _methods = _each(METHODS.__contains__, "must be a sequence of POST, PUT, PATCH and DELETE")
@@ -241,7 +219,7 @@ class Middleware:
         *,
         store: Store | str | AnyCelery,
         scope: Callable[[Request], object],
-        **options: Unpack[GivenOptions],
+        **options: object,
     ) -> None:
         where = type(self).__name__
         given = read_options(MiddlewareOptions, [(where, {**options, "scope": scope})])

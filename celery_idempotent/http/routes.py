@@ -12,7 +12,6 @@ import asyncio
 import datetime
 import decimal
 import json
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
 P = ParamSpec("P")
-
-#: A URL with ``{key}`` where the escaped key goes, or a function of the key; ``None``: there is no status route.
-StatusUrl = str | Callable[[str], str | None] | None
 
 
 class ResponseParts(NamedTuple):
@@ -86,7 +82,7 @@ def enqueue(
     key: str | None,
     scope: object,
     required: bool = True,
-    status_url: StatusUrl = None,
+    status_url: str | None = None,
     error_status: ErrorStatus | None = None,
     docs_url: str | None = None,
     **publish_options: object,
@@ -102,7 +98,7 @@ def enqueue(
         key: the value of the header ``Idempotency-Key``, ``None`` without one.
         scope: whose key it is, such as the id of a user, with the tenant's where there are tenants; ``None``: 403.
         required: a request without a key is refused; else it runs once more each time.
-        status_url: where :func:`task_status` answers: ``"/charges/status?key={key}"``, or a function of the key.
+        status_url: where :func:`task_status` answers: ``"/charges/status?key={key}"``; the key is escaped.
         error_status: HTTP statuses by exception (each in ``idempotency_permanent_errors``): ``{CardDeclined: 402}``.
         docs_url: problems link to it.
         publish_options: options of ``apply_async``.
@@ -134,15 +130,13 @@ class _RouteOrder(Order):
     header: str | None
     scope: object
     required: bool
-    where: StatusUrl
+    where: str | None
 
     def read(self) -> tuple[str, object]:
         return read_key(self.header, required=self.required) or str(uuid.uuid4()), self.scope
 
     def status_url(self) -> str | None:
-        if isinstance(self.where, str):
-            return self.where.replace("{key}", quote(self.key, safe=""))
-        return self.where and self.where(self.key)
+        return self.where and self.where.replace("{key}", quote(self.key, safe=""))
 
 
 aenqueue = _in_thread(enqueue)
@@ -152,20 +146,14 @@ aenqueue = _in_thread(enqueue)
 
 
 def task_status(
-    task: AnyTask,
-    key: str,
-    *,
-    scope: object,
-    if_none_match: str | None = None,
-    docs_url: str | None = None,
+    task: AnyTask, key: str, *, scope: object, docs_url: str | None = None
 ) -> ResponseParts:
-    """Return where a task is, as JSON: 200, 304 to its ``ETag``, or 404 for a key that this caller does not have.
+    """Return where a task is, as JSON: 200, or 404 for a key that this caller does not have.
 
     Args:
         task: the ``IdempotentTask`` of :func:`enqueue`.
         key: the key itself, as in ``status_url``; the header may have quotes around it.
         scope: whose key it is, as for :func:`enqueue`.
-        if_none_match: the header ``If-None-Match``.
         docs_url: problems link to it.
     """
     _refuse_loop("task_status")
@@ -176,13 +164,8 @@ def task_status(
             task.app, namespace=namespace, key=key, scope=scope, encoder=_Encoder
         )
     except RequestRefused as refused:
-        return _parts(refused.answer(docs_url))
-    found = _parts(answer)
-    asked = if_none_match or ""
-    if asked.strip() == "*" or found.headers["ETag"] in re.findall(r'"[^"]*"', asked):
-        del found.headers["Content-Type"]
-        return found._replace(body=b"", status=304)
-    return found
+        answer = refused.answer(docs_url)
+    return _parts(answer)
 
 
 atask_status = _in_thread(task_status)

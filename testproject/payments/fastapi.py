@@ -67,9 +67,9 @@ def pay_later(user: Caller, order: Order, idempotency_key: Text = None) -> Respo
 
 
 @api.get("/payments/status/")
-def status(user: Caller, key: str, if_none_match: Text = None) -> Response:
+def status(user: Caller, key: str) -> Response:
     """Return where a payment is."""
-    return Response(*task_status(pay, key, scope=user_scope(user), if_none_match=if_none_match))
+    return Response(*task_status(pay, key, scope=user_scope(user)))
 
 
 @api.exception_handler(APIException)

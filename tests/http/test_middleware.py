@@ -14,8 +14,6 @@ import pytest
 from celery_idempotent import current_claim
 from celery_idempotent.asgi import IdempotencyMiddleware, bearer_scope, session_scope
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.http.middleware import GivenOptions, MiddlewareOptions
-from celery_idempotent.protocol.options import fields_by_option
 from celery_idempotent.signals import Event, replayed
 from celery_idempotent.stores import open_store
 from celery_idempotent.wsgi import IdempotencyMiddleware as OfWSGI
@@ -189,11 +187,6 @@ def test_a_bad_option_is_refused_where_it_is_given(
 ) -> None:
     with pytest.raises(InvalidOption, match=said.replace("?", r"\?")):
         open_client(kind, shop, **options)
-
-
-def test_the_types_of_the_options_name_all_of_them() -> None:
-    given = {*GivenOptions.__annotations__, "scope", "atomic"}
-    assert given == {*fields_by_option(MiddlewareOptions)}
 
 
 def test_a_caller_who_may_not_see_the_response_any_more_gets_403(kind: str, shop: Shop) -> None:

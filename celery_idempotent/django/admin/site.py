@@ -48,9 +48,9 @@ from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.charts import HOURS, charts
 from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.http.options import HTTP_NAMESPACE
 from celery_idempotent.records import Identity, Page, Record, Selection, State, Stored, moment
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
@@ -233,7 +233,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
         ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
-        tasks = list(dict.fromkeys([*view_namespaces(), *ours]))
+        tasks = [HTTP_NAMESPACE, *ours]
         page, rows, chosen, more = None, [], {}, ""
         if form.is_valid():
             chosen = form.chosen()
@@ -290,7 +290,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "record": record,
             "identity": identity,
             "known": definition_of(app, identity.namespace, load=True) is not None,
-            "of_view": identity.namespace in view_namespaces(),
+            "of_view": identity.namespace == HTTP_NAMESPACE,
             "may_see": may_see,
             "value": value,
             "operations": [

@@ -5,42 +5,18 @@ Where Django REST framework is installed it is a view of that, and knows callers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.apps import apps
 from django.urls import re_path
 
-from celery_idempotent.django.http.requests import http_options
 from celery_idempotent.django.http.status import status
-
-if TYPE_CHECKING:
-    from django.http import HttpResponseBase
-    from rest_framework.permissions import _SupportsHasPermission
-    from rest_framework.request import Request
 
 view: Any = status
 if apps.is_installed("rest_framework"):
-    from rest_framework.permissions import IsAuthenticated
-    from rest_framework.renderers import JSONRenderer
-    from rest_framework.views import APIView
+    from rest_framework.decorators import api_view
 
-    class StatusView(APIView):
-        """Where an operation is: queued, processing, completed with its result, or failed with its error."""
-
-        renderer_classes = (JSONRenderer,)
-        http_method_names = ("get", "head", "options")
-
-        def get_permissions(self) -> Sequence[_SupportsHasPermission]:
-            """Callers are known by the project's own rule, or else are to log in."""
-            known = http_options().scope is not None
-            return super().get_permissions() if known else [IsAuthenticated()]
-
-        def get(self, request: Request, namespace: str, key: str) -> HttpResponseBase:
-            """Show the status of a key of the caller."""
-            return status(request, namespace, key)
-
-    view = StatusView.as_view()
+    view = api_view(["GET", "HEAD"])(status)
 
 app_name = "celery_idempotent_http"
 # No key "." or "..": clients take these for directions, escaped or not.

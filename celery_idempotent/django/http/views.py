@@ -39,13 +39,6 @@ from celery_idempotent.stores import get_store
 ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)
 
-_namespaces: set[str] = set()
-
-
-def view_namespaces() -> list[str]:
-    """Return the namespace of guarded views; none in a project that guards none."""
-    return list(_namespaces)
-
 
 # -- decorators --------------------------------------------------------------------------------------------------------
 
@@ -114,8 +107,6 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
         except RequestRefused as refused:
             return asked.refusal(refused)
 
-    if guards:
-        _namespaces.add(HTTP_NAMESPACE)
     return await_ if iscoroutinefunction(view) else call
 
 
