@@ -375,19 +375,29 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
         assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
 
 
-#: A block, with the comment before it that says which test runs it, or why none does.
+#: A comment that says which test runs the examples below it, or why the next one is not run; an example.
 MARKED = re.compile(
-    r"^ *<!-- (run by|not run:) ([^\n]+) -->\n *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL
+    r"^ *<!-- (run by|not run:) ([^\n]+) -->$|^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL
 )
+
+
+def marked(page: Path) -> list[tuple[str, str, str]]:
+    """Return the mark of each example of a page and its code; ``run by`` holds until the next mark."""
+    found, how, what = [], "", ""
+    for each in MARKED.finditer(page.read_text()):
+        if each[1]:
+            how, what = each[1], each[2]
+            continue
+        found.append((how, what, each[3]))
+        how = how if how == "run by" else ""
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_example_is_run_or_says_why_not(page: Path) -> None:
-    text = page.read_text()
-    found = MARKED.findall(text)
-    assert len(found) == len(re.findall(r"^ *```python$", text, re.MULTILINE))
-    for how, what, _ in found:
+    for how, what, code in marked(page):
         path, _, name = what.partition("::")
+        assert how, f"no mark above {code}"
         if how == "run by":
             test = (ROOT / path).read_text()
             assert re.search(rf"^ *(def|class) {name}\b", test, re.MULTILINE), what
@@ -397,7 +407,7 @@ HERE = "tests/docs/test_docs.py::test_an_example_is_taken"
 TAKEN = [
     pytest.param(code, id=f"{page.stem}-{number}")
     for page in PAGES
-    for number, (_, what, code) in enumerate(MARKED.findall(page.read_text()))
+    for number, (_, what, code) in enumerate(marked(page))
     if what == HERE
 ]
 
