@@ -92,10 +92,10 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
 
 
 def _metrics() -> str:
-    lines = ["| metric | kind and labels | meaning |", "|---|---|---|"]
+    lines = []
     for name, kind, labels, text in metrics():
         by = f" by {', '.join(f'`{each}`' for each in labels)}" if labels else ""
-        lines.append(f"| `{name}` | {kind}{by} | {text} |")
+        lines.append(f"- `{name}` ({kind}{by}): {text}")
     return "\n".join(lines)
 
 

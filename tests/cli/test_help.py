@@ -75,7 +75,7 @@ def test_every_option_is_on_the_page():
 
 
 def test_the_page_has_the_exit_codes():
-    codes = dict(re.findall(r"^\| ([0-9]) \| (.*) \|$", PAGE, re.MULTILINE))
+    codes = dict(re.findall(r"^- ([0-9]): (.*)$", PAGE, re.MULTILINE))
     assert set(codes) == {"0", str(FOUND), "2", str(UNREACHABLE)}
 
 

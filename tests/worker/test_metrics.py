@@ -74,7 +74,7 @@ def scraped(
 
 def documented() -> set[str]:
     text = fill((ROOT / "docs" / "operating.md").read_text())
-    return set(re.findall(r"^\| `(celery_idempotency_\w+)`", text, re.MULTILINE))
+    return set(re.findall(r"^- `(celery_idempotency_\w+)`", text, re.MULTILINE))
 
 
 OUTCOMES = "celery_idempotency_outcomes_total"
