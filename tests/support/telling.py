@@ -24,12 +24,12 @@ class Row(NamedTuple):
 def documented() -> dict[str, Row]:
     """Return the table of the outcomes in docs/options.md."""
     text = (ROOT / "docs" / "options.md").read_text()
-    table = text.partition("| outcome | when |")[2].partition("\n\n")[0].splitlines()[2:]
+    table = text.partition("| outcome | when: `event.state` |")[2].partition("\n\n")[0].splitlines()[2:]
     found = {}
     for line in table:
-        name, _, state, level = (cell.strip() for cell in line.strip("|").split("|"))
+        name, when, level = (cell.strip() for cell in line.strip("|").split("|"))
         words = re.compile("`([A-Z]+)`")
-        found[name.strip("`")] = Row(set(words.findall(state)), words.findall(level))
+        found[name.strip("`")] = Row(set(words.findall(when)), words.findall(level))
     return found
 
 
