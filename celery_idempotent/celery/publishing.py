@@ -266,8 +266,8 @@ def _reserve_and_send(
         case Mismatched():
             report(signals.mismatched, identity, task_id, record)
             raise FingerprintMismatch(
-                f"{identity} belongs to task {record.task_id}, which was called with other arguments: a key stands for "
-                "one intention."
+                f"{identity} belongs to task {record.task_id}, which was called with other arguments: a key "
+                "identifies one operation."
             )
         case Reserved():
             _use_task_id(options, record.task_id)

@@ -200,7 +200,7 @@ def execute(run: Run, body: Body) -> object:
                     run.report(signals.mismatched, record, seconds=run.running_s)
                     raise errors.FingerprintMismatch(
                         f"{run.identity} belongs to task {record.task_id}, which was called with other arguments: "
-                        "a key stands for one intention. Use another key, or take what may differ out of "
+                        "a key identifies one operation. Use another key, or take what may differ out of "
                         "idempotency_fingerprint."
                     )
                 case error:
