@@ -247,7 +247,7 @@ class Order:
                     self._report(signals.mismatched, record)
                     raise RequestRefused(
                         "idempotency_key_reused",
-                        "It was sent before with other content. An Idempotency-Key identifies one operation: use a new one.",
+                        "It was sent before with other content. A key identifies one operation: use a new one.",
                     )
                 case Held(record, _) | Settled(record, _):
                     self._report(signals.replayed, record)

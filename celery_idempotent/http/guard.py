@@ -72,7 +72,7 @@ class Guard:
         except FingerprintMismatch:
             raise RequestRefused(
                 "idempotency_key_reused",
-                "It was sent before with another method, route or body. An Idempotency-Key identifies one operation: use a new one.",
+                "It was sent before with another method, route or body. A key identifies one operation: use a new one.",
             ) from None
         except _NotToKeepError as answered:
             return answered.response

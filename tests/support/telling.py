@@ -24,7 +24,9 @@ class Row(NamedTuple):
 def documented() -> dict[str, Row]:
     """Return the table of the outcomes in docs/options.md."""
     text = (ROOT / "docs" / "options.md").read_text()
-    table = text.partition("| outcome | when: `event.state` |")[2].partition("\n\n")[0].splitlines()[2:]
+    table = (
+        text.partition("| outcome | when: `event.state` |")[2].partition("\n\n")[0].splitlines()[2:]
+    )
     found = {}
     for line in table:
         name, when, level = (cell.strip() for cell in line.strip("|").split("|"))
