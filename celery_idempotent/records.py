@@ -341,8 +341,3 @@ class Counted:
     task: str
     outcome: str
     count: int
-
-    @property
-    def at(self) -> datetime:
-        """When the hour began."""
-        return moment(self.hour * 3_600_000)

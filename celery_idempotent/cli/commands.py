@@ -111,9 +111,7 @@ def _show(app: Celery, key: str, value: bool, as_json: bool, **given: Any) -> No
         _write_story(told)
         words = [record.identity.key, "--task", finding.task_name(app, record.identity)]
         words += ["--scope", record.identity.scope] if record.identity.scope else []
-        named = click.get_current_context().find_root().params.get("app")
-        proj = named if isinstance(named, str) else "proj"
-        click.echo(f"\n  celery -A {proj} idempotency OPERATION {shlex.join(words)}")
+        click.echo(f"\n  celery -A proj idempotency OPERATION {shlex.join(words)}")
         if value:
             click.echo(f"\nValue\n{text}")
         if others:

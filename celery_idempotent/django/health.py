@@ -17,9 +17,6 @@ from celery_idempotent.stores import get_store
 
 __all__ = ["health"]
 
-#: The answer for a store that does not give any.
-_NO_STORE = {"well": False, "store": {"well": False, "answered_ms": None}}
-
 
 @never_cache
 @require_safe
@@ -29,5 +26,6 @@ def health(request: HttpRequest) -> JsonResponse:  # noqa: ARG001  any request g
         store = get_store(app := celery_app())
         found = check_health(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
     except (StoreUnavailable, StoreMisconfigured):
-        return JsonResponse(_NO_STORE, status=503)
+        down = {"well": False, "answered_ms": None}
+        return JsonResponse({"well": False, "store": down}, status=503)
     return JsonResponse(found, status=200 if found["well"] else 503)

@@ -52,10 +52,6 @@ class Record(models.Model):
         default_permissions = ()
         indexes = (UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished"),)
 
-    def __str__(self) -> str:
-        scope = f" in scope {self.scope}" if self.scope else ""
-        return f"{self.namespace} key {self.key}{scope}"
-
 
 class Mark(models.Model):
     """A number that only grows, see :mod:`celery_idempotent.django.sql.dialects`: two rows."""
@@ -67,9 +63,6 @@ class Mark(models.Model):
 
     class Meta:
         default_permissions = ()
-
-    def __str__(self) -> str:
-        return f"{self.value}"
 
 
 class Counter(models.Model):
@@ -91,9 +84,6 @@ class Counter(models.Model):
                 fields=["hour", "task", "outcome"], name="celery_idempotent_counter_once"
             ),
         )
-
-    def __str__(self) -> str:
-        return f"{self.task} {self.outcome}"
 
 
 class OutboxMessage(models.Model):
@@ -127,9 +117,6 @@ class OutboxMessage(models.Model):
         # A table that is empty most of the time: an index on a column that changes costs nothing here.
         indexes = (models.Index(fields=("due_ms",), name="idem_outbox_due"),)
 
-    def __str__(self) -> str:
-        return f"{self.task}[{self.task_id}]"
-
 
 class IdempotencyRecord(models.Model):
     """A record of whatever store, for the admin: it has no table, but permissions and a place in the index."""
@@ -149,6 +136,3 @@ class IdempotencyRecord(models.Model):
             ("fail_record", "Can fail idempotency records"),
             ("forget_record", "Can forget idempotency records"),
         )
-
-    def __str__(self) -> str:
-        return self.name

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import AnyTask, Sig
 
-#: How many kills there are at most: a loop over many items is tried with few.
-MAX_KILLS = 500
-
 #: Places that are no line: before the first one (and the body's return), after the run.
 _BEFORE = _RETURN = 0
 _AFTER = -1
@@ -126,8 +123,6 @@ def crash_matrix(
             raise AssertionError(f"effects() sees nothing of a run of {task.name}: {before!r}")
         # The last events are the return and the end of the run.
         lines = [_BEFORE, *first.lines[:-2], _AFTER]
-        if len(lines) > MAX_KILLS:
-            raise AssertionError(f"{task.name} executes {len(lines)} lines: give it less to do")
         killed = [(line, *begin()) for line in lines]
         for event, (_, _, message) in enumerate(killed):
             _run_and_kill(task, message, kill=("event", event))

@@ -52,7 +52,7 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
     assert chart.summary.startswith(
         "runs 6, releases 1, failures 1, replays 2, conflicts 3, trouble 1"
     )
-    assert (other.task, len(other.rows), chart.highest) == ("less busy", 24, 8)
+    assert (other.task, chart.highest) == ("less busy", 8)
     assert [(bar.series, bar.x, bar.y, bar.height) for bar in chart.bars] == [
         ("runs", 221, 50.0, 50.0),
         ("releases", 221, 37.5, 12.5),
@@ -61,7 +61,6 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
         ("conflicts", 231, 62.5, 37.5),
         ("trouble", 231, 50.0, 12.5),
     ]
-    assert [row.counts for row in chart.busy] == [(6, 1, 1, 2, 0, 0), (0, 0, 0, 0, 3, 1)]
 
 
 def test_outcomes_are_shown_by_task(store: Any, serve: Serve, operator: Client) -> None:
@@ -71,7 +70,6 @@ def test_outcomes_are_shown_by_task(store: Any, serve: Serve, operator: Client) 
     page = text(operator.get(CHARTS))
     assert "runs 1,200, releases 40, failures 0, replays 3, conflicts 0, trouble 0" in page
     assert "up to 1203 an hour" in page
-    assert "Figures of other" in page
 
 
 def test_the_page_says_whether_sweeps_run(store: Store, serve: Serve, operator: Client) -> None:
@@ -132,17 +130,10 @@ def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
         OutboxMessage.objects.using(postgresql).all().delete()
 
 
-def test_the_index_leads_to_an_outbox_that_the_store_has(
+def test_the_index_leads_to_the_outbox_whatever_the_store(
     memory: Store, serve: Serve, operator: Client
 ) -> None:
-    def shown() -> bool:
-        return OUTBOX in operator.get("/admin/").content.decode()
-
-    serve(memory)
-    assert not shown()
-    assert operator.get(OUTBOX).status_code == 403
-    serve("django://default")
-    assert shown()
-    assert operator.get(OUTBOX).status_code == 200
-    serve("nonsense://")
-    assert not shown()
+    for store in (memory, "django://default"):
+        serve(store)
+        assert OUTBOX in operator.get("/admin/").content.decode()
+        assert operator.get(OUTBOX).status_code == 200

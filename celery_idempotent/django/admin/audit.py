@@ -61,16 +61,13 @@ def parse(name: str) -> Identity:
         ValueError: if it wrote no such text.
     """
     try:
-        parts = json.loads(name)
-    except RecursionError:
-        raise ValueError("too deep") from None
-    if not isinstance(parts, list) or len(parts) != 3:
-        raise ValueError("not three parts")
+        namespace, scope, key = parts = json.loads(name)
+    except (RecursionError, TypeError):
+        raise ValueError("no list of three") from None
     for part in parts:
-        if not isinstance(part, str) or len(part) > MAX_CHARS or "\0" in part:
+        # Also without NUL, which no database takes, and without lone surrogates.
+        if not isinstance(part, str) or len(part) > MAX_CHARS or not part.isprintable():
             raise ValueError("not a text that fits")
-        part.encode()  # no lone surrogates: a ValueError, too
-    namespace, scope, key = parts
     if not namespace or not key:
         raise ValueError("a part is missing")
     return Identity(namespace=namespace, scope=scope, key=key)

@@ -1,15 +1,15 @@
-"""Counters as charts: bars made on the server, with the same figures in a table for those who do not see them."""
+"""Counters as charts: bars made on the server, with their sums in words."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import NamedTuple
 
 from celery_idempotent.celery.story import SERIES
-from celery_idempotent.records import Counted
+from celery_idempotent.records import Counted, moment
+from celery_idempotent.stores.base import HOUR_MS
 
 _SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in outcomes}
 
@@ -27,32 +27,15 @@ class Bar(NamedTuple):
     title: str
 
 
-class Hour(NamedTuple):
-    """The outcomes from a moment on, by series."""
-
-    at: datetime
-    counts: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """The outcomes of a task by hour, and their sums by series."""
+    """The outcomes of a task by hour, and their sums by series, also in words."""
 
     task: str
-    rows: Sequence[Hour]
     totals: Mapping[str, int]
     highest: int
     bars: Sequence[Bar]
-
-    @property
-    def summary(self) -> str:
-        """The sums, in words."""
-        return ", ".join(f"{series} {number:,}" for series, number in self.totals.items())
-
-    @property
-    def busy(self) -> list[Hour]:
-        """The hours in which something happened."""
-        return [row for row in self.rows if any(row.counts)]
+    summary: str
 
 
 def charts(counted: Iterable[Counted], *, last_hour: int) -> list[Chart]:
@@ -76,11 +59,9 @@ def _chart(task: str, hours: Sequence[Counter[str]], first: int) -> Chart:
         for hour in hours
     ]
     highest = max(sum(hour.values()) for hour in drawn)
-    rows, bars = [], []
+    bars = []
     for n, hour in enumerate(hours):
-        at = datetime.fromtimestamp((first + n) * 3600, tz=timezone.utc)
-        rows.append(Hour(at, tuple(hour[series] for series in SERIES)))
-        y = 100.0
+        at, y = moment((first + n) * HOUR_MS), 100.0
         for series in SERIES:
             if count := drawn[n].get(series):
                 height = round(100 * count / highest, 2)
@@ -88,4 +69,5 @@ def _chart(task: str, hours: Sequence[Counter[str]], first: int) -> Chart:
                 title = f"{at:%Y-%m-%d %H:%M} UTC: {series} {hour[series]:,}"
                 bars.append(Bar(series, n * 10 + 1, y, height, title))
     totals = {series: sum(hour[series] for hour in hours) for series in SERIES}
-    return Chart(task=task, rows=rows, totals=totals, highest=highest, bars=bars)
+    summary = ", ".join(f"{series} {number:,}" for series, number in totals.items())
+    return Chart(task=task, totals=totals, highest=highest, bars=bars, summary=summary)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from django.contrib import admin, messages
 from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import BadRequest, PermissionDenied
-from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
@@ -70,9 +70,8 @@ PageView = TypeVar("PageView", bound=Callable[..., HttpResponse])
 #: The records of a page.
 PER_PAGE = 50
 
-#: The most tasks that are asked for a key before every scope is searched, the most names of tasks that are suggested,
-#: and the most tasks that have a chart: the busiest.
-_ASKED, _SUGGESTED, CHARTS = 30, 200, 50
+#: The most tasks that are asked for a key before every scope is searched, and the most names that are suggested.
+_ASKED, _SUGGESTED = 30, 200
 
 #: The seconds of a search for a key in every scope, in the list and for the page of a record.
 LOOK_SECONDS, ELSEWHERE_SECONDS = 5.0, 0.2
@@ -102,12 +101,6 @@ class ReadOnlyAdmin(Base):
     has_module_permission = has_view_permission
 
 
-def _outbox_alias() -> str | None:
-    with contextlib.suppress(IdempotencyError):  # the other pages say what is wrong
-        return get_store(celery_app()).outbox_alias
-    return None
-
-
 class OutboxAdmin(ReadOnlyAdmin):
     """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
 
@@ -119,13 +112,9 @@ class OutboxAdmin(ReadOnlyAdmin):
     class Media:
         css: Mapping[str, Sequence[str]] = {"all": ["celery_idempotent/admin/admin.css"]}
 
-    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Also require a store with an outbox."""
-        return super().has_view_permission(request, obj) and _outbox_alias() is not None
-
     def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
         """Return the messages of the store's database."""
-        return super().get_queryset(request).using(_outbox_alias())
+        return super().get_queryset(request).using(get_store(celery_app()).outbox_alias)
 
     @admin.display(ordering="id")
     def waits_since(self, message: OutboxMessage) -> datetime:
@@ -147,28 +136,23 @@ class Row(NamedTuple):
     text: str = ""
 
 
-def _guarded(*methods: str) -> Callable[[PageView], PageView]:
-    """Show a view for these methods to those who may see records; if the store does not answer, say so."""
+def _guarded(view: PageView) -> PageView:
+    """Show a view to those who may see records; if the store does not answer, say so."""
 
-    def decorate(view: PageView) -> PageView:
-        @functools.wraps(view)
-        def look_after(
-            self: IdempotencyRecordAdmin, request: HttpRequest, *args: object, **kwargs: object
-        ) -> HttpResponse:
-            if not self.has_view_permission(request):
-                raise PermissionDenied
-            if request.method not in methods:
-                return HttpResponseNotAllowed(methods)
-            try:
-                return view(self, request, *args, **kwargs)
-            except IdempotencyError as error:
-                logger.warning("idempotency: a page of the admin cannot be shown: %s", error)
-                context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
-                return self._render(request, "message", context, status=503)
+    @functools.wraps(view)
+    def look_after(
+        self: IdempotencyRecordAdmin, request: HttpRequest, *args: object, **kwargs: object
+    ) -> HttpResponse:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        try:
+            return view(self, request, *args, **kwargs)
+        except IdempotencyError as error:
+            logger.warning("idempotency: a page of the admin cannot be shown: %s", error)
+            context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
+            return self._render(request, "message", context, status=503)
 
-        return cast("PageView", look_after)
-
-    return decorate
+    return cast("PageView", look_after)
 
 
 class IdempotencyRecordAdmin(ReadOnlyAdmin):
@@ -228,7 +212,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
-    @_guarded("GET")
+    @_guarded
     def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
@@ -263,7 +247,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         }
         return self._render(request, "list", context, status=200 if form.is_valid() else 400)
 
-    @_guarded("GET")
+    @_guarded
     def record_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Show one record, with the operations that apply to it."""
         app, identity = celery_app(), None
@@ -310,28 +294,26 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         }
         return self._render(request, "record", context)
 
-    @_guarded("GET")
+    @_guarded
     def charts_view(self, request: HttpRequest) -> HttpResponse:
         """Show outcomes by task and hour, and whether sweeps run."""
         app = celery_app()
         store = get_store(app)
         stats = store.stats()
         counted = [each for each in store.counts(hours=HOURS) if each.task != SWEEP]
-        drawn = charts(counted, last_hour=stats.now_ms // HOUR_MS)
         names = ("live", "stale", "interrupted", "failed")
         context = {
             "title": "Outcomes of the last 24 hours",
             "states": [(name, stats.shown(name)) for name in names],  # type: ignore[arg-type]  # they are
             "sweeps": sweeps_of(app, store, stats)[1],
             "counts": store.supports_counting,
-            "charts": drawn[:CHARTS],
-            "further": len(drawn[CHARTS:]),
+            "charts": charts(counted, last_hour=stats.now_ms // HOUR_MS),
         }
         return self._render(request, "charts", context)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    @_guarded("GET", "POST")
+    @_guarded
     def operation_view(self, request: HttpRequest) -> HttpResponse:
         """Ask whether an operation is meant, on ``one`` record or on those ticked in the list, and do it."""
         post, back = request.POST, self._address("changelist", **request.GET.dict())
