@@ -314,10 +314,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """The number of records that are not completed; ``live`` and ``stale`` ones are PROCESSING or QUEUED.
-
-    ``at_least`` names the counts that are only lower bounds.
-    """
+    """The number of records that are not completed; ``live`` and ``stale`` ones are PROCESSING or QUEUED."""
 
     live: int
     stale: int
@@ -325,12 +322,6 @@ class Stats:
     now_ms: int
     interrupted: int = 0
     swept_ms: int | None = None
-    at_least: frozenset[str] = frozenset()
-
-    def shown(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
-        """Return a count for people, with a plus where there may be more."""
-        plus = "+" if name in self.at_least else ""
-        return f"{getattr(self, name):,}{plus}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,14 +183,14 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
         if each.task != SWEEP and task in (None, each.task):
             counts.setdefault(each.task, Counter())[each.outcome] += each.count
     names = ("live", "stale", "interrupted", "failed")
+    numbers = {name: getattr(stats, name) for name in names}
     about = {
-        **{name: getattr(stats, name) for name in names},
-        "at_least": sorted(stats.at_least),
+        **numbers,
         "last_sweep": story.iso(stats.swept_ms),
         "hours": hours,
         "outcomes": counts,
     }
-    states = ", ".join(f"{stats.shown(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
+    states = ", ".join(f"{number:,} {name}" for name, number in numbers.items())
     _, sweeps = story.sweeps_of(app, store, stats)
     write(as_json, about, f"{states}. COMPLETED records are not counted. {sweeps}")
     if not store.supports_counting:

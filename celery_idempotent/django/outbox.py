@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.django.models import OutboxMessage
 
-__all__ = ["Sent", "oldest_ms", "stage", "sweep"]
+__all__ = ["oldest_ms", "stage", "sweep"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +81,6 @@ ERROR_CHARS = 500
 _unreached_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 #: To the last @ of the word: a password that was not quoted may contain one, or a slash.
 _CREDENTIALS = re.compile(r"://\S*@")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """How many messages were sent, how many could not be, and whether there is more to send by now."""
-
-    sent: int = 0
-    failed: int = 0
-    more: bool = False
 
 
 # -- staging -----------------------------------------------------------------------------------------------------------
@@ -232,13 +222,16 @@ def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:
 # -- sending -----------------------------------------------------------------------------------------------------------
 
 
-def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
-    """Send messages of dead senders, and those that could not be sent before; any number of sweeps may run at once."""
+def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> tuple[int, int]:
+    """Send messages of dead senders, and those that failed before; return how many were sent, and how many not.
+
+    Any number of sweeps may run at once.
+    """
     until, messages = time.monotonic() + BUDGET_SECONDS, _rows(using)
     due = messages.filter(app=_name_of(app), due_ms__lte=NowMs()).order_by("due_ms", "pk")
     found = list(due.values_list("pk", flat=True)[:limit])
     if not found:
-        return Sent()
+        return 0, 0
     sent = failed = refused = 0
     for pk in found:
         if time.monotonic() > until:
@@ -259,7 +252,7 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
         line = "idempotency: outbox of %s: %d messages are left to the next sweep: %s"
         logger.warning(line, using, refused, why)
     logger.info("idempotency: outbox of %s: %d messages sent, %d could not be", using, sent, failed)
-    return Sent(sent=sent, failed=failed, more=due.exists())
+    return sent, failed
 
 
 def oldest_ms(*, using: str | None) -> int | None:

@@ -14,7 +14,6 @@ A page of a list is a stretch of an index of at most ``look_at`` rows, filtered:
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -75,8 +74,6 @@ T = TypeVar("T")
 LABEL = "celery_idempotent"
 #: How many rows one statement of a prune deletes: larger batches gain nothing.
 PRUNE_BATCH = 1_000
-#: How many unfinished records of a state are counted.
-COUNTED = 10_000
 #: Values are not read for a list; the text has the message and the steps, which are left out later.
 _SUMMARY = ", ".join("NULL" if name == "value" else name for name in COLUMNS)
 
@@ -232,28 +229,18 @@ class DjangoStore(Store):
 
     @in_session
     def stats(self, session: Session) -> Stats:
-        """Count what is unfinished or failed, of each state up to :data:`COUNTED`."""
+        """Count what is unfinished or failed, by the index of these."""
         ((now_ms, swept_ms),) = session.rows(
             f"SELECT {session.dialect.now_ms}, (SELECT value FROM celery_idempotent_mark WHERE id = {SWEPT})"
         )
-        counts: Counter[str] = Counter()
-        for letter in "QPIF":
-            past = "CASE WHEN deadline_ms <= %s THEN 1 ELSE 0 END"
-            found = session.rows(
-                f"SELECT past, count(*) FROM (SELECT {past} AS past FROM celery_idempotent_record WHERE {UNFINISHED}"
-                f" AND state = '{letter}' AND expires_ms > %s LIMIT %s) s GROUP BY past",
-                (now_ms, now_ms, COUNTED + 1),
-            )
-            for is_past, number in found:
-                ended = {"I": "interrupted", "F": "failed"}.get(letter)
-                counts[ended or ("stale" if is_past else "live")] += number
-        names = ("live", "stale", "interrupted", "failed")
-        return Stats(
-            **{name: min(counts[name], COUNTED) for name in names},
-            now_ms=now_ms,
-            swept_ms=swept_ms,
-            at_least=frozenset(name for name in names if counts[name] > COUNTED),
+        groups = session.rows(
+            "SELECT CASE WHEN state = 'I' THEN 'interrupted' WHEN state = 'F' THEN 'failed'"
+            " WHEN deadline_ms <= %s THEN 'stale' ELSE 'live' END, count(*)"
+            f" FROM celery_idempotent_record WHERE {UNFINISHED} AND expires_ms > %s GROUP BY 1",
+            (now_ms, now_ms),
         )
+        counts = dict.fromkeys(("live", "stale", "interrupted", "failed"), 0) | dict(groups)
+        return Stats(now_ms=now_ms, swept_ms=swept_ms, **counts)
 
     @in_session
     def list(
@@ -389,10 +376,10 @@ class DjangoStore(Store):
         from celery_idempotent.django import outbox
 
         try:
-            report = outbox.sweep(app, using=self.alias, limit=limit)
+            sent, failed = outbox.sweep(app, using=self.alias, limit=limit)
         except DatabaseError as error:
             raise self.connections.trouble(error) from error
-        return {"outbox_sent": report.sent, "outbox_failed": report.failed}
+        return {"outbox_sent": sent, "outbox_failed": failed}
 
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""
