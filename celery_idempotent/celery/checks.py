@@ -60,8 +60,6 @@ W008 {server.kind} evicts records when memory is full (maxmemory-policy {server.
      Set maxmemory-policy noeviction, or keep records in a Redis of their own.
 W009 {server.kind} writes nothing to disk: after a restart, completed operations may run again.
      Set appendonly yes, with appendfsync everysec or always.
-W020 Tasks wait for a silent server for minutes, or forever: {store!r} sets no {missing}.
-     Set them in the OPTIONS of that database, as docs/exactly-once.md says.
 W023 A fanout exchange gives each message to many workers, but only one of them runs a task with a key: {tasks}.
      Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker should run it.
 W024 django-tenants is installed, and all tenants share the keys of these tasks: {tasks}.
@@ -86,7 +84,7 @@ def check_settings(app: AnyCelery) -> list[Finding]:
     store, tasks, errors = _open(app)
     if store is None:
         return errors
-    broker, missing = redelivery_timeout(app), ", ".join(store.missing_bounds())
+    broker = redelivery_timeout(app)
     beats: Iterable[Any] = (app.conf.beat_schedule or {}).values()
     swept = [each["task"] if isinstance(each, dict) else each.task for each in beats]
     has_tenants = "django_tenants" in sys.modules  # Django imports each app that is installed
@@ -97,12 +95,11 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         "W003": app.conf.get("idempotency_sweep_interval", 30) is None and SWEEP not in swept,
         "W004": [t for t in tasks if broker and t.policy.lease_ms >= broker.seconds * 1000],
         "W005": type(store).__name__ == "MemoryStore",
-        "W020": missing,
         "W023": _find_broadcast(app, tasks),
         "W024": [each for each in tasks if has_tenants and each.keyed and not each.scoped],
         **dict.fromkeys(store.atomic_findings() if atomic else (), atomic),
     }
-    return _findings(found, broker=broker, store=store, missing=missing)
+    return _findings(found, broker=broker, store=store)
 
 
 def _find_broadcast(app: AnyCelery, tasks: Iterable[Definition]) -> list[Definition]:
@@ -182,7 +179,7 @@ def check_or_raise(app: AnyCelery) -> tuple[Store | None, list[Definition]]:
     if not tasks:
         return None, []
     store = get_store(app)
-    store.missing_bounds()  # reads the settings of a database
+    store.joined()  # reads the settings of a database
     for each in tasks:
         if each.policy.atomic:
             transactional(store, each.name)

@@ -27,7 +27,7 @@ from django.db.transaction import atomic
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Connections, Session
-from celery_idempotent.django.sql.dialects import SWEPT, TOKENS, missing_bounds
+from celery_idempotent.django.sql.dialects import SWEPT, TOKENS
 from celery_idempotent.django.sql.rows import (
     COLUMNS,
     DIGEST_BYTES,
@@ -340,14 +340,6 @@ class DjangoStore(Store):
     def now_ms(self, session: Session) -> int:
         """Return the time by the database's clock."""
         return _now_ms(session)
-
-    def missing_bounds(self) -> Sequence[str]:
-        """Return the options that would bound the waits for a server that stays silent, and are not set.
-
-        Raises:
-            StoreMisconfigured: if Django's settings do not have this database.
-        """
-        return missing_bounds(self.connections.own())
 
     def atomic_findings(self) -> Sequence[str]:
         """Return W025 on SQLite, and W026 if Django's routers write no model of the project to this database."""

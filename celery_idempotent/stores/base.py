@@ -309,10 +309,6 @@ class Store(ABC):
         """Return the version and settings of each server that concern the records."""
         return ()
 
-    def missing_bounds(self) -> Sequence[str]:
-        """Return the options that would bound the waits for a silent server, and are not set."""
-        return ()
-
     def atomic_findings(self) -> Sequence[str]:
         """Return the ids of the findings about tasks that run in its transactions: W025, W026."""
         return ()

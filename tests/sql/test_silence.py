@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 
 import pytest
 
@@ -13,12 +12,9 @@ pytest.importorskip("django")
 
 from django.db import connections
 
-from celery_idempotent.checks import check_settings
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Claimed
-from celery_idempotent.stores import open_store
-from tests.sql.outbox_support import make_app
 from tests.sql.verbs import claim, renewal
 from tests.support.proxy import Proxy
 
@@ -78,30 +74,12 @@ def test_a_renewal_on_an_open_connection_ends_with_the_bound_for_an_answer(
 
 
 @pytest.mark.parametrize("vendor", list(BOUNDS))
-@pytest.mark.parametrize("cached", [False, True], ids=["database", "hybrid"])
-def test_a_check_tells_what_is_not_set(
-    use_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch, vendor: str, cached: bool
+def test_the_connections_of_the_store_have_bounds_of_their_own(
+    use_database: Callable[..., str], vendor: str
 ):
     alias = use_database(vendor)
-    options = connections.databases[alias]["OPTIONS"]
-    with closing(make_app(alias)) as app:
-        if cached:
-            app.conf.idempotency_store = open_store(f"hybrid+redis://127.0.0.1:1?truth={alias}")
-
-        def told() -> list[str]:
-            return [each.problem for each in check_settings(app) if each.id == "W020"]
-
-        (problem,) = told()
-        assert all(name in problem for name in BOUNDS[vendor] if name != "connect_timeout")
-        monkeypatch.setenv("PGCONNECT_TIMEOUT", "5")
-        (problem,) = told()
-        assert "connect_timeout" not in problem
-        options.update(BOUNDS[vendor])
-        assert told() == []
-        options.clear()
-        connections.databases[alias]["HOST"] = "/run/socket"
-        assert told() == []
-
-
-def test_a_file_is_not_waited_for(use_database: Callable[..., str]):
-    assert DjangoStore(use_database("sqlite")).missing_bounds() == ()
+    bounds = BOUNDS[vendor].keys() - {"connect_timeout"}
+    connections.databases[alias]["OPTIONS"].update(connect_timeout=7)
+    options = DjangoStore(alias).connections._new().settings_dict["OPTIONS"]
+    assert all(options[name] > 0 for name in bounds)
+    assert options["connect_timeout"] == 7, "the project's own come first"

@@ -297,7 +297,8 @@ class Connections:
         connection = connections.create_connection(self.alias)
         settings = connection.settings_dict
         left_out = ("pool", "server_side_binding", "isolation_level", "prepare_threshold")
-        options = {name: each for name, each in settings["OPTIONS"].items() if name not in left_out}
+        known = {**dialect_of(connection.vendor).bounds, **settings["OPTIONS"]}
+        options = {name: each for name, each in known.items() if name not in left_out}
         if connection.vendor == "mysql":
             # Never READ UNCOMMITTED: what is not committed may never be.
             options["isolation_level"] = "read committed"

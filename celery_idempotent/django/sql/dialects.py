@@ -1,12 +1,11 @@
-"""What differs between databases: clock, locks, clauses, what errors mean, and which options bound a wait."""
+"""What differs between databases: clock, locks, clauses, what errors mean, which options bound a wait."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from django.db import (
     DataError,
@@ -18,9 +17,6 @@ from django.db import (
 )
 
 from celery_idempotent.errors import StoreMisconfigured
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 #: A collision with another transaction; the session is gone, or useless; tables or rights are missing; the row exists
 #: already; the database cannot serve at the moment.
@@ -57,8 +53,8 @@ class Dialect:
         " ON CONFLICT (hour, task, outcome)"
         " DO UPDATE SET count = celery_idempotent_counter.count + excluded.count"
     )
-    #: The options that bound the waits for a silent server, each with the environment variable that sets it, too.
-    bounds: Mapping[str, str] = field(default_factory=dict)
+    #: Options of a connection that bound the waits for a silent server, which may last for ever.
+    bounds: Mapping[str, int] = field(default_factory=dict)
     least: str = "least"
     key: str = '"key"'
     #: The operator that divides whole numbers.
@@ -81,9 +77,11 @@ _DIALECTS = {
         lost="08|57P|25P03|25P04|26000|42P05|0A000",
         misconfigured="28|3D|42",
         bounds={
-            "connect_timeout": "PGCONNECT_TIMEOUT",
-            "keepalives_idle": "",
-            "tcp_user_timeout": "",
+            "connect_timeout": 5,
+            "tcp_user_timeout": 20_000,
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
         },
     ),
     "mysql": Dialect(
@@ -101,7 +99,8 @@ _DIALECTS = {
             " ON DUPLICATE KEY UPDATE value = greatest(value, VALUES(value))"
         ),
         or_add=" ON DUPLICATE KEY UPDATE count = count + VALUES(count)",
-        bounds={"read_timeout": "", "write_timeout": ""},
+        # Longer than MySQL's own time-out for locks.
+        bounds={"connect_timeout": 5, "read_timeout": 60, "write_timeout": 60},
         key="`key`",
         div="DIV",
     ),
@@ -161,20 +160,3 @@ def error_code(error: BaseException) -> object:
         return error.args[0]
     cause = error.__cause__ or error
     return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-
-
-def missing_bounds(database: BaseDatabaseWrapper) -> tuple[str, ...]:
-    """Return the OPTIONS that would bound the waits for a server that accepts connections and never answers.
-
-    Without them a driver waits for as long as TCP does, perhaps for hours. None are missing for a database on this
-    machine, or where a file that we do not read has the settings.
-    """
-    settings = database.settings_dict
-    options, host = settings.get("OPTIONS") or {}, str(settings.get("HOST") or "")
-    if not host or host.startswith("/") or "service" in options or "read_default_file" in options:
-        return ()
-    return tuple(
-        name
-        for name, variable in dialect_of(database.vendor).bounds.items()
-        if name not in options and not os.environ.get(variable)
-    )
