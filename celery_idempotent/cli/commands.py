@@ -7,7 +7,6 @@ An operation goes this way, and is done to each record as it was found, by its t
 
 from __future__ import annotations
 
-import getpass
 import os
 import shlex
 from collections import Counter
@@ -210,19 +209,11 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def _user() -> str:
-    """Return the name of the machine's account."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number that has no name
-        return f"uid {os.getuid()}"
-
-
 _REQUEST = [
     Option(["--reason"], default="", metavar="TEXT", help="The reason, for log, event and record."),
     Option(
         ["--who"],
-        default=_user,
+        default=lambda: os.environ.get("USER") or f"uid {os.getuid()}",
         metavar="NAME",
         help="Who does it. Default: this machine's account.",
     ),

@@ -15,7 +15,21 @@ Write = Callable[[bytes], object]
 StartResponse = Callable[..., Write]
 
 
-class Exchange:
+class IdempotencyMiddleware(Middleware):
+    """Lets requests to a WSGI application take effect once for each ``Idempotency-Key`` of a caller.
+
+    ``scope`` is a function of the WSGI environ.
+    """
+
+    def __call__(self, environ: Request, start_response: StartResponse) -> Iterable[bytes]:
+        """Serve one request."""
+        if self.guards(environ):
+            return _Exchange(self, environ, start_response).serve()
+        unguarded: Iterable[bytes] = self.app(environ, start_response)
+        return unguarded
+
+
+class _Exchange:
     """A guarded request and the response to it."""
 
     #: The server's; it has a part of the response then.

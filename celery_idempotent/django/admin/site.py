@@ -286,10 +286,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
                 for each in others.records
                 if each.identity != identity
             ],
-            "search_url": others.cursor and self._address("changelist", key=identity.key),
-            "task_url": self._address("changelist", task=task_name(app, identity)),
-            "scope_url": identity.scope and self._address("changelist", scope=identity.scope),
-            "key_url": self._address("changelist", key=identity.key),
+            "others": others,
             "log": audit.log_entries(identity),
         }
         return self._render(request, "record", context)
