@@ -1,15 +1,6 @@
 """Metrics for Prometheus: outcomes from our signals, and gauges that ask the store when they are scraped.
 
-``pip install 'celery-idempotent[prometheus]'``, then where the app is made::
-
-    from celery_idempotent import metrics
-
-    metrics.install()
-    REGISTRY.register(
-        metrics.StoreCollector(app)
-    )  # prometheus_client's, or the one that your endpoint serves
-
-docs/operating.md lists the metrics, and has a worker serve them. Counter and histogram belong to this process (with
+docs/operating.md lists them, and has a worker serve them. Counter and histogram belong to this process (with
 PROMETHEUS_MULTIPROC_DIR, to all children of a worker), the gauges to the store.
 """
 

@@ -1,11 +1,5 @@
 """Outcomes on the current OpenTelemetry span: attributes, and one event for each.
 
-``pip install 'celery-idempotent[opentelemetry]'``, then where the app is made::
-
-    from celery_idempotent import tracing
-
-    tracing.install()
-
 The span is the current one, of ``opentelemetry-instrumentation-celery`` or of your web framework. No span has a key.
 """
 

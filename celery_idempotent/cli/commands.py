@@ -192,9 +192,7 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
     states = ", ".join(f"{number:,} {name}" for name, number in numbers.items())
     _, sweeps = story.sweeps_of(app, store, stats)
     write(as_json, about, f"{states}. COMPLETED records are not counted. {sweeps}")
-    if not store.supports_counting:
-        note("This store counts no outcomes.")
-    elif not counts:
+    if not counts:
         note(f"No outcomes in the last {hours} h.")
     elif not as_json:
         session.paragraph(f"In the last {hours} h:")

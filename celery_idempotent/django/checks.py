@@ -23,23 +23,21 @@ _KINDS = {"error": checks.Error, "warning": checks.Warning}
 @checks.register(TAG)
 def of_settings(**_: object) -> list[checks.CheckMessage]:
     """Import all tasks, as a worker does, and check them and the settings, without asking a server."""
-    try:
-        return _messages(check_settings)
-    except ImproperlyConfigured as error:
-        return [checks.Error(str(error), id="celery_idempotent.E012")]
+    return _messages(check_settings)
 
 
 @checks.register(TAG, deploy=True)
 def of_store(**_: object) -> list[checks.CheckMessage]:
     """Check the store and its servers."""
-    try:
-        return _messages(check_store)
-    except ImproperlyConfigured:  # which is E012
-        return []
+    return _messages(check_store)
 
 
 def _messages(look: Callable[[Celery], Iterable[Finding]]) -> list[checks.CheckMessage]:
+    try:
+        found = look(celery_app())
+    except ImproperlyConfigured as error:
+        return [checks.Error(str(error), id="celery_idempotent.E012")]
     return [
         _KINDS[each.level](each.problem, hint=each.hint, id=f"celery_idempotent.{each.id}")
-        for each in look(celery_app())
+        for each in found
     ]

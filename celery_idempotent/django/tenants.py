@@ -23,7 +23,11 @@ def refuse_tenant_tables() -> None:
     shared, tenants = _apps_of_schemas()
     if not shared and not tenants:
         return
-    if not _has_app(shared) or _has_app(tenants):
+    here = [
+        any(each == APP or each.startswith(f"{APP}.apps.") for each in names)
+        for names in (shared, tenants)
+    ]
+    if here != [True, False]:
         raise ImproperlyConfigured(
             f"{APP} must be in SHARED_APPS and not in TENANT_APPS: claims, renewals and sweeps use one schema, and a "
             "second set of its tables would hide the first. The idempotency_scope separates tenants."
@@ -38,7 +42,3 @@ def _apps_of_schemas() -> tuple[Collection[str], Collection[str]]:
     public = getattr(settings, "PUBLIC_SCHEMA_NAME", "public")
     tenants = [app for name, each in types.items() if name != public for app in each["APPS"]]
     return types.get(public, {}).get("APPS", ()), tenants
-
-
-def _has_app(names: Collection[str]) -> bool:
-    return any(name == APP or name.startswith(f"{APP}.apps.") for name in names)

@@ -73,9 +73,6 @@ UNCOMMITTED_MS = 2_000
 #: How long a request tries to reach the store, or waits for another request's COMMIT, in seconds.
 REQUEST_RETRY_SECONDS = 3.0
 
-#: Options of ``apply_async`` that follow from the request: a caller of ``enqueue()`` may not set them.
-_SET_BY_ENQUEUE = ("task_id", "idempotency_key", "idempotency_scope")
-
 
 class Order:
     """A request that a task is to carry out. A framework's subclass reads the request, and knows its transactions.
@@ -113,10 +110,10 @@ class Order:
         self.enforced = definition is not None and definition.policy.mode == "enforce"
         if definition is not None:
             self.definition = definition
-        if chosen := [name for name in _SET_BY_ENQUEUE if name in options]:
+        if chosen := options.keys() & {"task_id", "idempotency_key", "idempotency_scope"}:
             raise InvalidOption(
-                f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and "
-                "the task id belongs to the key."
+                f"enqueue() takes no {', '.join(sorted(chosen))}: the key is the request's, the scope that of scope=…, "
+                "and the task id belongs to the key."
             )
         permanent = definition.policy.permanent_errors if definition is not None else Exception
         for error, status in error_status.items():

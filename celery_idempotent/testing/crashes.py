@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from celery.canvas import Signature
 
-from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.delivery import Delivery, Message, deliver_message, message_of
@@ -93,17 +92,14 @@ def crash_matrix(
 
     ``arguments`` gets the name of an operation, a UUID as text, and returns positional arguments, or a signature
     (``charge.s(1999).set(idempotency_key=name)``), which give it a key of its own. ``effects`` gets the name too, and
-    returns the effects of the operation, as seen from outside of the process::
-
-        def test_a_kill_at_any_line_charges_once(bank):
-            crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
+    returns the effects of the operation, as seen from outside of the process.
 
     The task runs in a fork of this process, and its messages go nowhere. Records are in memory, unless the store is a
     Django database.
 
     Raises:
         AssertionError: if a kill doubled, lost or changed an effect; its text is the report.
-        IdempotencyError: on a system without fork, or where a fork would not see what the test wrote.
+        IdempotencyError: if a fork would not see what the test wrote.
     """
     __tracebackhide__ = True  # pytest shows the test, and the report
 
@@ -220,8 +216,6 @@ def _run_and_kill(
 
     Events are each line of the task's body before it is executed, the return of the body, and the end of the run.
     """
-    if not hasattr(os, "fork"):
-        raise IdempotencyError("this system cannot fork a process")
     if "django.db" in sys.modules:
         from celery_idempotent.django.transactions import close_before_fork
 
@@ -254,9 +248,7 @@ def _run_and_kill(
 
 def _body_of(task: AnyTask) -> CodeType:
     function: Any = inspect.unwrap(getattr(task.run, "__func__", task.run))
-    code: CodeType | None = getattr(function, "__code__", None)
-    if code is None:
-        raise IdempotencyError(f"{task.name} is not a Python function")
+    code: CodeType = function.__code__
     return code
 
 

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 class FakeClock:
-    """Gives the time in microseconds since the epoch; it stands still until it is moved.
-
-    ::
-
-        clock = FakeClock()
-        store = MemoryStore(clock)
-        clock.advance(60_000)  # A minute later.
-    """
+    """Gives the time in microseconds since the epoch; it stands still until it is moved."""
 
     def __init__(self, start_us: int = 1_700_000_000_000_000) -> None:
         self._now_us = start_us

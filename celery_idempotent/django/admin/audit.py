@@ -14,9 +14,6 @@ from celery_idempotent.django.models import IdempotencyRecord
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
-#: The most entries of a page.
-_SHOWN = 20
-
 
 def write_entry(identity: Identity, request: OperationRequest, message: str) -> None:
     """Log an operation that a user of this project did, or may have done; of nobody else."""
@@ -36,9 +33,9 @@ def write_entry(identity: Identity, request: OperationRequest, message: str) -> 
 
 
 def log_entries(identity: Identity) -> Sequence[LogEntry]:
-    """Return the entries of this key, the last first."""
+    """Return the last twenty entries of this key, the last first."""
     found = LogEntry.objects.filter(content_type=_content_type(), object_id=unparse(identity))
-    return list(found.select_related("user").order_by("-action_time")[:_SHOWN])
+    return list(found.select_related("user").order_by("-action_time")[:20])
 
 
 def _content_type() -> ContentType:

@@ -24,11 +24,9 @@ _AGES = {
     "last10m": ("within 10 minutes", "since_ms", timedelta(minutes=10)),
     "last1h": ("within 1 hour", "since_ms", timedelta(hours=1)),
     "last1d": ("within 1 day", "since_ms", timedelta(days=1)),
-    "1m": ("over 1 minute ago", "before_ms", timedelta(minutes=1)),
     "1h": ("over 1 hour ago", "before_ms", timedelta(hours=1)),
     "1d": ("over 1 day ago", "before_ms", timedelta(days=1)),
     "7d": ("over 7 days ago", "before_ms", timedelta(days=7)),
-    "30d": ("over 30 days ago", "before_ms", timedelta(days=30)),
 }
 
 _STATES = {"live": "Live: queued or running", "stale": "Stale: the lease ran out"} | {

@@ -242,7 +242,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "story": tell_absence(chosen["key"])
             if [*chosen] == ["key"] and not (rows or more)
             else None,
-            "restart": "?" + urlencode(chosen),
             "filtered": bool(chosen),
         }
         return self._render(request, "list", context, status=200 if form.is_valid() else 400)
