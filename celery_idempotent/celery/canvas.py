@@ -27,40 +27,28 @@ AnySignature = Mapping[str, Any]
 
 #: The ``kwargs`` that hold the parts of a canvas.
 PARTS = {"celery.chain": ("tasks",), "celery.group": ("tasks",), "celery.chord": ("header", "body")}
-#: Those with the task that runs last; a group has none.
-_LAST = {"celery.chain": ("tasks",), "celery.chord": ("body",)}
 
 
 def with_tasks(
     signature: object,
     change: Callable[[AnySignature, Place], AnySignature],
     place: Place = (),
-    *,
-    last: bool = False,
 ) -> Any:
-    """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks.
-
-    ``last``: only for the last one, where a callback of the whole canvas belongs; it may be a group::
-
-        chain(a, chord([b, c], d))    the body of the last part: d
-        chain(a, group(b, c))         the group
-    """
+    """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks."""
     if not isinstance(signature, Mapping):
         return signature
-    names = (_LAST if last else PARTS).get(str(signature.get("task")))
+    names = PARTS.get(str(signature.get("task")))
     if names is None:
         return change(signature, place)
     kwargs = dict(signature.get("kwargs") or {})
     for name in names:
         inner = kwargs.get(name)
         if isinstance(inner, (list, tuple)):
-            first = len(inner) - 1 if last else 0
             kwargs[name] = [
-                with_tasks(each, change, (*place, index), last=last) if index >= first else each
-                for index, each in enumerate(inner)
+                with_tasks(each, change, (*place, index)) for index, each in enumerate(inner)
             ]
         elif inner is not None:
-            kwargs[name] = with_tasks(inner, change, (*place, name), last=last)
+            kwargs[name] = with_tasks(inner, change, (*place, name))
     return {**signature, "kwargs": kwargs}
 
 

@@ -332,7 +332,7 @@ def with_run(app: AnyCelery, step: object, run: str) -> object:
         headers = with_stamp(headers, task_id, more={stamp.RUN: run})
         return {**task, "options": {**options, "headers": headers}}
 
-    last = with_tasks(step, marked, last=True)
+    last = with_tasks(step, marked)
     if not isinstance(step, Signature):
         return last
     made: Any = maybe_signature(last, app=app)

@@ -13,11 +13,9 @@ from celery_idempotent.django.scopes import user_scope
 from celery_idempotent.django.transactions import alias_in_use, transactions_around
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from celery_idempotent.celery.typed import Sig
-    from celery_idempotent.protocol.run import OnCommit
-    from celery_idempotent.stores.base import Store
 
     DjangoBase = DjangoTask[Any, Any]
 else:
@@ -36,39 +34,27 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
     """
 
     abstract = True
+    transactions_around = staticmethod(transactions_around)
 
     def delay_on_commit(self, *args: object, **kwargs: object) -> Any:
         """Call :meth:`delay` when the transaction at work is committed; returns nothing, as Celery's."""
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(
-        self,
-        args: Sequence[object] | None = None,
-        kwargs: Mapping[str, object] | None = None,
-        task_id: str | None = None,
-        producer: object = None,
-        link: object = None,
-        link_error: object = None,
-        shadow: str | None = None,
-        **options: object,
+        self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
     ) -> Any:
         """Call :meth:`apply_async` when the transaction at work is committed; returns nothing, as Celery's.
 
         Raises:
             IdempotencyError: within an atomic task, if the call cannot be staged.
         """
-        options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
-        options |= {"link": link, "link_error": link_error}
+        options |= zip(("task_id", "producer", "link", "link_error", "shadow"), rest, strict=False)
         alias = alias_in_use()
         if alias is None or self.app.conf.task_always_eager:
             defer: Callable[..., object] = super().apply_async_on_commit
             defer(args, kwargs, **options)
             return
         outbox.stage(self, args, kwargs, options, using=alias)
-
-    def transactions_around(self, store: Store) -> Sequence[OnCommit]:
-        """Return the ``on_commit`` of each transaction that an eager run is in; none if its record is part of one."""
-        return transactions_around(store)
 
     def on_replace(self, sig: Sig) -> Any:
         """Publish the replacement: that of an atomic task after the commit, of which its message is part."""

@@ -260,7 +260,12 @@ class Connections:
         except queue.Empty:
             got = False
         try:
-            connection = self._newest_idle() or self._new()
+            if under_test():  # an alias stands for another database then
+                self.close()
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._new()
             is_reusable = False
             try:
                 if connection.connection is None:
@@ -283,15 +288,6 @@ class Connections:
         finally:
             if got:
                 tickets.put(None)
-
-    def _newest_idle(self) -> BaseDatabaseWrapper | None:
-        with contextlib.suppress(IndexError):
-            connection = self._idle.pop()
-            # During tests an alias stands for another database.
-            if not under_test():
-                return connection
-            self._close(connection)
-        return None
 
     def _new(self) -> BaseDatabaseWrapper:
         connection = connections.create_connection(self.alias)
