@@ -37,13 +37,9 @@ BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 LOOK_AT: Final = 500
 
 
+@cache
 def install(registry: CollectorRegistry = REGISTRY) -> None:
     """Count and time outcomes in this process and those that it forks; call it where the app is made."""
-    _count_outcomes(registry)
-
-
-@cache
-def _count_outcomes(registry: CollectorRegistry) -> None:
     counter = Counter(
         "celery_idempotency_outcomes",
         "Outcomes of tasks, requests and records; observed=true: what would have happened, in mode observe.",

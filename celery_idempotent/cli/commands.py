@@ -45,12 +45,6 @@ __all__ = ["COMMANDS"]
 #: The seconds of a search for the same key in other scopes.
 SCAN_SECONDS = 10.0
 
-#: The finding that the store does not answer.
-_STORE_DOWN = "E006"
-
-#: The most records of a sample.
-_SAMPLE = 5
-
 
 @command(
     "list",
@@ -196,12 +190,11 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
         note(f"No outcomes in the last {hours} h.")
     elif not as_json:
         session.paragraph(f"In the last {hours} h:")
-        series = story.SERIES
         rows = [
-            [name, *(f"{sum(of[each] for each in outcomes):,}" for outcomes in series.values())]
+            [name, *(f"{sum(of[each] for each in series):,}" for series in story.SERIES.values())]
             for name, of in sorted(counts.items())
         ]
-        session.table(["TASK", *map(str.upper, series)], rows)
+        session.table(["TASK", *map(str.upper, story.SERIES)], rows)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -312,7 +305,7 @@ def _preview(
     note(f"{found} found; {len(chosen):,} to be {meaning.done}.")
     if chosen:
         note(f"{operation} {effect or meaning.effect}")
-        session.write_records(app, chosen[:_SAMPLE], now_ms, err=True)
+        session.write_records(app, chosen[:5], now_ms, err=True)
     why = {"held": "its owner is live (--force, with a --reason).", "skip": meaning.refusal}
     for word, count in Counter(word for word, _ in verdicts if word not in done).items():
         note(f"{count:,} left alone: {why[word]}")
@@ -419,5 +412,5 @@ def _check(app: Celery, health: bool, as_json: bool) -> None:
         write(as_json, about, f"{each.problem} {each.hint}", indent=f"{each.id}  ")
     if not found:
         note("Nothing found.")
-    codes = {UNREACHABLE if each.id == _STORE_DOWN else FOUND for each in found}
+    codes = {UNREACHABLE if each.id == "E006" else FOUND for each in found}
     raise Exit(max(codes, default=0))

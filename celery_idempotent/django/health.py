@@ -15,8 +15,6 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores import get_store
 
-__all__ = ["health"]
-
 
 @never_cache
 @require_safe

@@ -6,8 +6,6 @@ from django.db import models
 
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
 
-__all__ = ["Counter", "IdempotencyRecord", "Mark", "OutboxMessage", "Record"]
-
 
 class Record(models.Model):
     """One key: a row from its first claim until a prune finds it past its retention.

@@ -107,7 +107,6 @@ class OutboxAdmin(ReadOnlyAdmin):
     list_display = ("task", "waits_since", "task_id", "key", "scope", "attempts", "error")
     list_display_links = None
     ordering = ("id",)
-    show_full_result_count = False
 
     class Media:
         css: Mapping[str, Sequence[str]] = {"all": ["celery_idempotent/admin/admin.css"]}

@@ -1,11 +1,6 @@
-/* Ticks all boxes of the list by the one in its head. */
-"use strict";
-(function () {
-  const all = document.querySelector(".idem-all");
-  if (!all) {
-    return;
-  }
-  const boxes = Array.from(document.querySelectorAll('input[name="record"]'));
+// Ticks all boxes of the list by the one in its head.
+const all = document.querySelector(".idem-all");
+if (all) {
   all.hidden = false;
-  all.addEventListener("change", () => boxes.forEach((box) => { box.checked = all.checked; }));
-})();
+  all.addEventListener("change", () => document.getElementsByName("record").forEach((box) => { box.checked = all.checked; }));
+}
