@@ -112,7 +112,7 @@ class Order:
             self.definition = definition
         if chosen := options.keys() & {"task_id", "idempotency_key", "idempotency_scope"}:
             raise InvalidOption(
-                f"enqueue() takes no {', '.join(sorted(chosen))}: the key is the request's, the scope that of scope=…, "
+                f"enqueue() takes no {', '.join(sorted(chosen))}: the request has the key, scope=… the scope, "
                 "and the task id belongs to the key."
             )
         permanent = definition.policy.permanent_errors if definition is not None else Exception
