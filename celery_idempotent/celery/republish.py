@@ -167,7 +167,7 @@ def _again(
     if left is not None:
         longest = min(longest, max(left, 0.1))
     delay = backoff.seconds(count, first=1.0, longest=longest)
-    if _broker(task).transport.driver_type == "amqp":
+    if task.app.pool.connection.transport.driver_type == "amqp":
         # For a quorum queue, which delays messages itself, Celery takes whole seconds.
         delay = max(math.ceil(delay), 1)
     return as_published(task, request, countdown=delay, **way_back(task.app, request), **options)
@@ -206,7 +206,7 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
         NotRepublishedError: after a pause, if it shall ask again here.
     """
     task, request, delay = run.task, run.request, again.options["countdown"]
-    if is_broadcast(request) and _broker(task).transport.driver_type == "redis":
+    if is_broadcast(request) and task.app.pool.connection.transport.driver_type == "redis":
         # Redis broadcasts with PUBLISH: one worker has no queue.
         if not run.shield.pause(min(delay, _LONGEST_STAY)):
             run.shield.open()
@@ -215,7 +215,12 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
         again.apply_async()
         return
     except Exception as error:  # noqa: BLE001  of a broker, or a router
-        of_broker = (OperationalError, LimitExceeded, OSError, *_broker(task).connection_errors)
+        of_broker = (
+            OperationalError,
+            LimitExceeded,
+            OSError,
+            *task.app.pool.connection.connection_errors,
+        )
         is_outage, reason = isinstance(error, of_broker), type(error).__name__
     late: bool | None = task.acks_late
     back = is_outage and late and not as_mapping(request.delivery_info).get("redelivered")
@@ -233,12 +238,6 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
     if back:
         raise Reject(reason, requeue=True)
     raise NotRepublishedError(reason)
-
-
-def _broker(task: AnyTask) -> Any:
-    """Return the connection that messages are published by."""
-    pool: Any = task.app.pool
-    return pool.connection
 
 
 # -- the queue that a delivery came from, and its copies go to --------------------------------------------------------
