@@ -24,6 +24,11 @@ _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
 _UTF_8 = ("utf-8", "surrogatepass")
 #: The content type and encoding of almost every value, which are left out.
 _USUAL_KIND = ("application/json", "utf-8")
+#: Almost every settled record has one of these lines: a task's, and a view's.
+_LINES = {
+    b"": _USUAL_KIND,
+    b'{"value":["application/http","binary"]}': ("application/http", "binary"),
+}
 Steps = Sequence[tuple[str, Stored]]
 _from_json = json.JSONDecoder().decode
 
@@ -53,8 +58,7 @@ class FieldCodec:
         steps: Steps = (),
     ) -> bytes:
         """Return the line, with ``others`` of the store's own, the value's type, and at last what may be long."""
-        if value is not None and (value.content_type, value.content_encoding) != _USUAL_KIND:
-            others["value"] = value.content_type, value.content_encoding
+        kind = _USUAL_KIND if value is None else (value.content_type, value.content_encoding)
         if message is not None or steps:
             others["long"] = [
                 None if message is None else b64encode(message).decode(),
@@ -64,7 +68,7 @@ class FieldCodec:
                 ],
             ]
         # Most runs of a process have the same values.
-        line = self._usual(tuple(fields.items()))
+        line = self._usual(kind, tuple(fields.items()))
         if others:
             line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
         return line
@@ -74,17 +78,18 @@ class FieldCodec:
         known = {name: getattr(stored.record, name, None) for name in self.defaults}
         return known | {"requeues": stored.requeues}
 
-    def _line(self, items: tuple[tuple[str, Any], ...]) -> bytes:
+    def _line(self, kind: tuple[str, str], items: tuple[tuple[str, Any], ...]) -> bytes:
         unusual = {name: value for name, value in items if value != self.defaults[name]}
+        if kind != _USUAL_KIND:
+            unusual["value"] = kind
         return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
         """Return the fields in a line, without those of a newer version, and the value."""
         found: dict[str, Any] = {}
-        kind = _USUAL_KIND
-        if line:  # most COMPLETED records have none
+        if (kind := _LINES.get(line)) is None:
             found = _from_json(line.decode(*_UTF_8))
-            kind, (message, steps) = found.pop("value", kind), found.pop("long", (None, ()))
+            kind, (message, steps) = found.pop("value", _USUAL_KIND), found.pop("long", (None, ()))
             found = {name: each for name, each in found.items() if name in _NAMES}
             if message is not None:
                 found["message"] = b64decode(message)
