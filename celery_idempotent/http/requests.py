@@ -176,9 +176,9 @@ def body_form(content_type: str, raw: bytes) -> str:
 
 
 def _json(raw: bytes) -> str | None:
-    """Return the canonical form of a JSON body; ``None`` if it is none, or too deep for one: then its bytes count."""
+    """Return the canonical form of JSON in UTF-8 (RFC 8259); ``None`` of a body that has none: then its bytes count."""
     try:
-        return form(_DECODER.decode(raw.decode(json.detect_encoding(raw), "surrogatepass")))
+        return form(_DECODER.decode(raw.decode()))
     except (ValueError, RecursionError, NoFormError):
         return None
 

@@ -25,6 +25,7 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
 from __future__ import annotations
 
 import functools
+import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -97,6 +98,7 @@ _STATES = {STARTS[state]: state for state in State}
 #: Packs a token into the first bytes of the record of its claim while that runs.
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
+_is_uuid = re.compile("[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
@@ -105,11 +107,7 @@ _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_i
 @functools.lru_cache(maxsize=256)
 def _bytes_of_uuid(task_id: str) -> bytes:
     """Return the bytes of a UUID in its usual form, none for any other text."""
-    try:
-        packed = bytes.fromhex(task_id.replace("-", ""))
-    except ValueError:
-        return b""
-    return packed if _uuid_of(packed) == task_id else b""
+    return bytes.fromhex(task_id.replace("-", "")) if _is_uuid(task_id) else b""
 
 
 def _uuid_of(packed: bytes) -> str:
