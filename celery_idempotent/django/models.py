@@ -134,3 +134,12 @@ class IdempotencyRecord(models.Model):
             ("fail_record", "Can fail idempotency records"),
             ("forget_record", "Can forget idempotency records"),
         )
+
+
+class Outcomes(IdempotencyRecord):
+    """The charts' entry in the index of the admin."""
+
+    class Meta:
+        proxy = True
+        default_permissions = ()
+        verbose_name_plural = "outcomes by hour"

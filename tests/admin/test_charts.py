@@ -20,6 +20,7 @@ from tests.support.admin import TASK
 Serve = Callable[..., Any]
 CHARTS = f"{LIST}charts/"
 OUTBOX = "/admin/celery_idempotent/outboxmessage/"
+OUTCOMES = "/admin/celery_idempotent/outcomes/"
 
 
 def charts(found: list[Counted], **period: int) -> Any:
@@ -130,10 +131,20 @@ def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
         OutboxMessage.objects.using(postgresql).all().delete()
 
 
-def test_the_index_leads_to_the_outbox_whatever_the_store(
-    memory: Store, serve: Serve, operator: Client
+def test_the_index_leads_to_the_charts_and_to_an_outbox_that_the_store_has(
+    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
 ) -> None:
-    for store in (memory, "django://default"):
-        serve(store)
-        assert OUTBOX in operator.get("/admin/").content.decode()
-        assert operator.get(OUTBOX).status_code == 200
+    def shown(browser: Client) -> tuple[bool, bool]:
+        page = browser.get("/admin/").content.decode()
+        return OUTCOMES in page, OUTBOX in page
+
+    serve(memory)
+    assert shown(operator) == (True, False)
+    assert operator.get(OUTBOX).status_code == 403
+    assert operator.get(OUTCOMES)["Location"] == CHARTS
+    assert shown(log_in("view_result")) == (False, False)
+    serve("django://default")
+    assert shown(operator) == (True, True)
+    assert operator.get(OUTBOX).status_code == 200
+    serve("nonsense://")
+    assert shown(operator) == (True, False)

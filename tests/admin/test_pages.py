@@ -74,6 +74,29 @@ DECLINED = value(
 )
 
 
+def test_the_list_says_why_records_failed_to_those_who_may_see_results(
+    store: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    serve(store)
+    settle(store, claim(store, "failed"), State.FAILED, DECLINED)
+    settle(store, claim(store, "without"), State.FAILED)
+    settle(store, claim(store, "done"), stored=value('"the result"'))
+    for key, end in (("lost", store.interrupt), ("half", store.release)):
+        record = claim(store, key)
+        store.checkpoint(record.identity, token=record.token, name="charged", value=value("1"))
+        end(record.identity, token=record.token)
+
+    def reasons(browser: Client) -> dict[str, str]:
+        rows = browser.get(LIST).context_data["rows"]  # type: ignore[index]
+        return {row.record.identity.key: row.why for row in rows if row.why}
+
+    permitted = {"lost": "Its worker was lost.", "half": "Its run ended after some steps."}
+    assert reasons(log_in("view_idempotencyrecord")) == permitted
+    permitted |= {"failed": "Declined: no funds", "without": "It was not kept in the record."}
+    assert reasons(operator) == permitted
+    assert "FAILED Declined: no funds" in text(operator.get(LIST))
+
+
 def test_a_list_says_how_many_there_are_or_that_it_does_not_know(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +364,18 @@ def test_a_page_takes_no_more_queries_than_stated(
     store.close()
 
 
+def test_a_list_takes_one_query_more_for_each_error(serve: Serve, operator: Client) -> None:
+    store = open_store("django://default")
+    serve(store)
+    for n in range(60):
+        settle(store, claim(store, f"key-{n}"), State.FAILED, DECLINED)
+    operator.get(LIST)
+    with statements() as asked:
+        assert text(operator.get(LIST)).count("Declined: no funds") == 50
+    assert len(asked) <= BOUNDS["list"][1] + 50
+    store.close()
+
+
 def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
     app = serve(memory)
     settle(memory, claim(memory, "order-1"), State.FAILED, DECLINED)
@@ -348,10 +383,10 @@ def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
     page = text(operator.get(address("order-1")))
     for sentence in (story.headline, *story.past, *story.future, *story.choices.values()):
         assert sentence.split(" (")[0] in page
-    assert "Error Declined: no funds" in page
+    assert f"{story.headline} Declined: no funds So far" in page
 
 
-def test_the_page_of_a_record_leads_to_others(
+def test_the_page_of_a_record_leads_to_others_and_marks_what_may_repeat_an_effect(
     memory: Store, serve: Serve, operator: Client
 ) -> None:
     serve(memory)
@@ -362,7 +397,10 @@ def test_the_page_of_a_record_leads_to_others(
     page: Any = operator.get(address(about))
     links = re.findall(rf'href="({LIST}\?(\w+)=[^"]+)"', page.content.decode())
     assert {name: keys(operator.get(link)) for link, name in links} == LINKS
-    assert page.context_data["operations"] == ["forget"]
+    assert page.context_data["operations"] == [("forget", True)]
+    claim(memory, "lost", lease_ms=1)
+    ran = {"release": True, "complete": False, "fail": False, "forget": True}
+    assert dict(operator.get(address("lost")).context_data["operations"]) == ran  # type: ignore[index]
 
 
 LINKS = {"task": {"order-1", "order-2"}, "scope": {"order-1", "order-2"}, "key": {"order-1"}}

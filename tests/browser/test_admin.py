@@ -163,6 +163,19 @@ def test_the_charts_have_their_sums_beside_them(open_as: OpenAs) -> None:
     expect(rows(page).filter(has_text=re.compile("^failed$"))).to_have_count(1)
 
 
+def test_the_list_is_cards_on_a_phone(open_as: OpenAs) -> None:
+    page = open_as("operator", f"?task={TASK}&state=FAILED")
+    page.set_viewport_size({"width": 390, "height": 900})
+    card = page.get_by_role("row", name=re.compile("failed")).locator("visible=true")
+    for what in ("FAILED", "ValueError: declined", TASK):
+        box = card.get_by_text(what, exact=True).bounding_box()
+        assert box is not None, what
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 390, what
+        assert box["height"] < 30, f"{what} is cut over several lines"
+    page.get_by_label("Select all on this page").check()
+    expect(page.get_by_role("checkbox", name=re.compile("^Select .* failed"))).to_be_checked()
+
+
 def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(open_as: OpenAs) -> None:
     page = open_as("operator", "?state=FAILED")
     records = page.url.partition("?")[0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from celery_idempotent.django.admin.site import IdempotencyRecordAdmin, OutboxAdmin
-from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage
+from celery_idempotent.django.admin.site import IdempotencyRecordAdmin, OutboxAdmin, OutcomesAdmin
+from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage, Outcomes
 
-__all__ = ["IdempotencyRecordAdmin", "OutboxAdmin"]
+__all__ = ["IdempotencyRecordAdmin", "OutboxAdmin", "OutcomesAdmin"]
 
 # Autodiscovered. Another site registers them itself.
 admin.site.register(IdempotencyRecord, IdempotencyRecordAdmin)
 admin.site.register(OutboxMessage, OutboxAdmin)
+admin.site.register(Outcomes, OutcomesAdmin)

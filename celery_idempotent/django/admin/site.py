@@ -101,6 +101,21 @@ class ReadOnlyAdmin(Base):
     has_module_permission = has_view_permission
 
 
+def _outbox_alias() -> str | None:
+    with contextlib.suppress(IdempotencyError):  # the other pages say what is wrong
+        return get_store(celery_app()).outbox_alias
+    return None
+
+
+class OutcomesAdmin(ReadOnlyAdmin):
+    """Leads from the index to the charts."""
+
+    def changelist_view(self, request: HttpRequest, extra_context: object = None) -> HttpResponse:  # noqa: ARG002
+        """Go to the charts."""
+        name = f"{self.admin_site.name}:celery_idempotent_idempotencyrecord_charts"
+        return HttpResponseRedirect(reverse(name))
+
+
 class OutboxAdmin(ReadOnlyAdmin):
     """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
 
@@ -111,9 +126,13 @@ class OutboxAdmin(ReadOnlyAdmin):
     class Media:
         css: Mapping[str, Sequence[str]] = {"all": ["celery_idempotent/admin/admin.css"]}
 
+    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:
+        """Also require a store with an outbox."""
+        return super().has_view_permission(request, obj) and _outbox_alias() is not None
+
     def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
         """Return the messages of the store's database."""
-        return super().get_queryset(request).using(get_store(celery_app()).outbox_alias)
+        return super().get_queryset(request).using(_outbox_alias())
 
     @admin.display(ordering="id")
     def waits_since(self, message: OutboxMessage) -> datetime:
@@ -122,7 +141,10 @@ class OutboxAdmin(ReadOnlyAdmin):
 
 
 class Row(NamedTuple):
-    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation."""
+    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation.
+
+    ``why``: the reason of a FAILED or INTERRUPTED state.
+    """
 
     record: Record
     stale: bool
@@ -133,6 +155,7 @@ class Row(NamedTuple):
     mark: str
     verdict: Verdict | None = None
     text: str = ""
+    why: str = ""
 
 
 def _guarded(view: PageView) -> PageView:
@@ -225,7 +248,11 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             except ValueError:
                 form.add_error(None, "This page belongs to another list: start at the first page.")
         if page is not None:
-            rows = [self._row(app, each, page.now_ms) for each in page.records]
+            errors = self._may(request, "view_result")
+            rows = [
+                self._row(app, each, page.now_ms)._replace(why=_why(app, each, errors=errors))
+                for each in page.records
+            ]
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
         allowed = [each for each in ON_MANY if rows and self._may(request, f"{each}_record")]
         context = {
@@ -275,8 +302,11 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "of_view": identity.namespace == HTTP_NAMESPACE,
             "may_see": may_see,
             "value": value,
+            "error": _first_line(value) if record.state is State.FAILED else "",
             "operations": [
-                each for each in offered(app, record) if self._may(request, f"{each}_record")
+                (each, _is_dangerous(each, record))
+                for each in offered(app, record)
+                if self._may(request, f"{each}_record")
             ],
             "operation_url": self._address("operation", one="1"),
             "elsewhere": [
@@ -362,6 +392,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "rows": [*apply, *held, *skip],
             "doing": len(apply),
             "live": len(held),
+            "dangerous": any(_is_dangerous(operation, row.record) for row in apply),
             "left": len(skip),
             "one": len(rows) == 1,
             "form": form or OperationForm(live=bool(held), read=_reader(operation, marks)),
@@ -469,3 +500,23 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     }
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
     return replace(page, records=tuple(newest))
+
+
+def _is_dangerous(operation: Operation, record: Record) -> bool:
+    """Whether something that may have been done can be done a second time."""
+    leaves = OPERATIONS[operation].leaves
+    return record.state is not State.QUEUED and (leaves is None or not leaves.settled)
+
+
+def _why(app: Celery, record: Record, *, errors: bool) -> str:
+    """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
+    if record.state is State.INTERRUPTED:
+        return "Its worker was lost." if record.crashes else "Its run ended after some steps."
+    if record.state is not State.FAILED or not errors:
+        return ""
+    whole = get_store(app).get(record.identity)  # lists leave out values
+    return _first_line(show_value(app, whole)) if whole and whole.state is State.FAILED else ""
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].removesuffix(": ")
