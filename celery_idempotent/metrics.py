@@ -7,7 +7,7 @@ PROMETHEUS_MULTIPROC_DIR, to all children of a worker), the gauges to the store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -55,22 +55,19 @@ def install(registry: CollectorRegistry = REGISTRY) -> None:
         registry=registry,
     )
 
-    def counting(outcome: OutcomeSignal) -> Callable[..., None]:
-        def count(event: Event, **_: object) -> None:
-            counter.labels(
-                task=event.task,
-                outcome=outcome.counter,
-                state="" if event.state is None else event.state.value,
-                error="" if event.error is None else type(event.error).__name__,
-                observed=str(event.observed).lower(),
-            ).inc()
-            if event.seconds is not None:
-                histogram.labels(event.task, outcome.counter).observe(event.seconds)
-
-        return count
+    def count(signal: OutcomeSignal, event: Event, **_: object) -> None:
+        counter.labels(
+            task=event.task,
+            outcome=signal.counter,
+            state="" if event.state is None else event.state.value,
+            error="" if event.error is None else type(event.error).__name__,
+            observed=str(event.observed).lower(),
+        ).inc()
+        if event.seconds is not None:
+            histogram.labels(event.task, signal.counter).observe(event.seconds)
 
     for outcome in OUTCOMES.values():
-        outcome.connect(counting(outcome), weak=False)
+        outcome.connect(count, weak=False)
 
 
 class StoreCollector(Collector):

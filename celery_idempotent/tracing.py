@@ -6,10 +6,8 @@ The span is the current one, of ``opentelemetry-instrumentation-celery`` or of y
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from celery_idempotent.signals import OUTCOMES, OutcomeSignal, facts
+from celery_idempotent.signals import OUTCOMES, Event, OutcomeSignal, facts
 
 try:
     from opentelemetry import trace
@@ -18,30 +16,24 @@ except ImportError as error:
         "celery_idempotent.tracing needs opentelemetry-api: pip install 'celery-idempotent[opentelemetry]'"
     ) from error
 
-if TYPE_CHECKING:
-    from celery_idempotent.signals import Event
-
 __all__ = ["install"]
 
 
 def install() -> None:
     """Write outcomes to the current span, in this process and those that it forks. Calling it again changes nothing."""
     for name, outcome in OUTCOMES.items():
-        outcome.connect(_noting(outcome), weak=False, dispatch_uid=f"{__name__}.{name}")
+        outcome.connect(_note, weak=False, dispatch_uid=f"{__name__}.{name}")
 
 
-def _noting(outcome: OutcomeSignal) -> Callable[..., None]:
-    def note(event: Event, **_: object) -> None:
-        span = trace.get_current_span()
-        if not span.is_recording():
-            return
-        found = facts(outcome, event)
-        if (identity := event.identity) is not None:
-            parts = "\0".join((identity.namespace, identity.scope, identity.key))
-            found["key_digest"] = hashlib.sha256(parts.encode()).hexdigest()[:16]
-        known = found.keys() - {"key", "scope", "task_id", "who"}
-        attributes = {f"celery.idempotency.{name}": found[name] for name in known}
-        span.set_attributes(attributes)
-        span.add_event(f"idempotency.{outcome.counter}", attributes)
-
-    return note
+def _note(signal: OutcomeSignal, event: Event, **_: object) -> None:
+    span = trace.get_current_span()
+    if not span.is_recording():
+        return
+    found = facts(signal, event)
+    if (identity := event.identity) is not None:
+        parts = "\0".join((identity.namespace, identity.scope, identity.key))
+        found["key_digest"] = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    known = found.keys() - {"key", "scope", "task_id", "who"}
+    attributes = {f"celery.idempotency.{name}": found[name] for name in known}
+    span.set_attributes(attributes)
+    span.add_event(f"idempotency.{signal.counter}", attributes)
