@@ -93,7 +93,6 @@ class MemoryStore(Store):
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
-        """Return about ``limit`` of the selected records; the cursor is how many came before."""
         (start,) = read_cursor(cursor, "m", 1)
         now_ms, records = self._alive()
         if selection.wanted in ({State.INTERRUPTED}, {State.FAILED}):

@@ -43,8 +43,7 @@ def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     return tuple(name for name in fields if name not in left_out)
 
 
-_ALL = tuple(each.name for each in fields(Record))
-UNCHANGED = _without(_ALL, "identity", "state", "deadline_ms")
+UNCHANGED = _without(tuple(f.name for f in fields(Record)), "identity", "state", "deadline_ms")
 WHOLE = _without(UNCHANGED, "updated_ms")
 _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
 #: The fields of a claim that stay once it is settled; the settle brings the others.
@@ -178,7 +177,6 @@ TABLE: tuple[Rule, ...] = (
 
 # -- how a store applies it --
 
-#: By name.
 Fields = dict[str, Any]
 
 

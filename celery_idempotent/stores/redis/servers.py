@@ -194,8 +194,7 @@ class Cluster:
             return [error]
 
     def nodes(self) -> Sequence[Any]:
-        found: list[Any] = sorted(self.client.get_primaries(), key=lambda node: str(node.name))
-        return found
+        return sorted(self.client.get_primaries(), key=lambda node: str(node.name))
 
     def close(self) -> None:
         if "client" in vars(self):

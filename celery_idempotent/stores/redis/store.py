@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery_idempotent import records
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import (
-    ClaimRequest,
-    Identity,
-    Record,
-    ResultWrite,
-    Selection,
-    SettleRequest,
-    State,
-)
+from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State
 from celery_idempotent.stores import base, table
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
@@ -77,7 +69,7 @@ class RedisStore(base.Store):
 
     # -- the verbs of a run --
 
-    def claim(self, request: ClaimRequest) -> records.Answer:
+    def claim(self, request: records.ClaimRequest) -> records.Answer:
         line = {"worker": request.worker, "on_stale": request.on_stale}
         about = line, request.task_id, request.fingerprint, None, request.message
         tail = layout.pack_tail(*about, attempt=request.attempt)
@@ -129,7 +121,7 @@ class RedisStore(base.Store):
         return self._settle(request) != "lost"
 
     def settle_with_result(
-        self, request: SettleRequest, result: ResultWrite
+        self, request: SettleRequest, result: records.ResultWrite
     ) -> records.SettledWith:
         if not self._takes_results:
             return self._settle(request)
@@ -143,7 +135,7 @@ class RedisStore(base.Store):
             return done
 
     def _settle(
-        self, request: SettleRequest, result: ResultWrite | None = None
+        self, request: SettleRequest, result: records.ResultWrite | None = None
     ) -> records.SettledWith:
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
@@ -171,7 +163,7 @@ class RedisStore(base.Store):
         is_one = isinstance(link, servers.Server) and servers.is_one_database(link.pool, pool)
         return is_one and not overridden
 
-    def write_result(self, result: ResultWrite) -> bool:
+    def write_result(self, result: records.ResultWrite) -> bool:
         if not self._takes_results:
             return False
         no_record = b"", b"", b"", b""
