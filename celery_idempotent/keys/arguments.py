@@ -39,9 +39,7 @@ class Parameters:
             return tuple(each.name for each in parameters if each.kind in wanted)
 
         self.names = tuple(signature.parameters)
-        self.defaults = {
-            each.name: each.default for each in parameters if each.default is not each.empty
-        }
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.positional = of(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         self.by_keyword = {*of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
         self.required = {*self.positional, *self.by_keyword} - self.defaults.keys()

@@ -26,14 +26,8 @@ from json.encoder import encode_basestring
 from typing import Any, TypeAlias
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
-from celery_idempotent.keys.arguments import (
-    ALL_ARGUMENTS,
-    AllArguments,
-    Given,
-    Parameters,
-    compile_rule,
-    type_name,
-)
+from celery_idempotent.keys import arguments
+from celery_idempotent.keys.arguments import ALL_ARGUMENTS, AllArguments, Given
 from celery_idempotent.keys.fingerprints import NoFormError, fingerprint_of, form, quote
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
@@ -73,7 +67,9 @@ def _text(value: object, *, nested: bool = False) -> str:
         return int.__repr__(value)
     if isinstance(value, (tuple, list)):
         return f"[{','.join([_text(part, nested=True) for part in value])}]"
-    raise ValueError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
+    raise ValueError(
+        f"must be a str, int or UUID, or a tuple of these, not {arguments.type_name(value)}"
+    )
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
@@ -111,13 +107,13 @@ class Identifier:
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self._validate = validate
-        self._parameters = parameters = Parameters(signature)
+        self._parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
                 f"idempotency_namespace of task {task_name} must be 1 to {MAX_CHARS} printable characters; the default "
                 "is the name of the task."
             )
-        compiled = partial(compile_rule, parameters=parameters, task=task_name)
+        compiled = partial(arguments.compile_rule, parameters=parameters, task=task_name)
         scope_rule = compiled(scope, what="idempotency_scope")
         if isinstance(scope_rule, AllArguments):
             raise InvalidOption(f"idempotency_scope of task {task_name} cannot be ALL_ARGUMENTS.")

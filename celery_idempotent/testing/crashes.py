@@ -186,9 +186,7 @@ def _stage(task: AnyTask) -> Iterator[Callable[[], None]]:
 def _difference(effects: Any, expected: Any) -> str:
     """Return the verdict on effects that differ: more, fewer, or others."""
     with suppress(TypeError):
-        found, wanted = [
-            len(each) if isinstance(each, Sized) else each for each in (effects, expected)
-        ]
+        found, wanted = [len(e) if isinstance(e, Sized) else e for e in (effects, expected)]
         if found != wanted:
             return "doubled" if found > wanted else "lost"
     return "differs"
@@ -247,8 +245,7 @@ def _run_and_kill(
 
 
 def _body_of(task: AnyTask) -> CodeType:
-    function: Any = inspect.unwrap(getattr(task.run, "__func__", task.run))
-    code: CodeType = function.__code__
+    code: CodeType = inspect.unwrap(getattr(task.run, "__func__", task.run)).__code__
     return code
 
 

@@ -10,15 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from celery import states
+from celery import Celery, states
 from celery.app.trace import build_tracer
 from celery.canvas import Signature
 from celery.signals import before_task_publish
 from kombu.serialization import dumps, loads
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from celery_idempotent.celery.typed import AnyTask, Sig
 
 

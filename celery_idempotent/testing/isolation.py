@@ -25,7 +25,6 @@ class FakeClock:
         self._now_us = start_us
 
     def __call__(self) -> int:
-        """Return the time."""
         return self._now_us
 
     def advance(self, ms: float) -> None:
