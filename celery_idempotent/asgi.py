@@ -42,7 +42,6 @@ __all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Request, Receive, Send], Awaitable[None]]
 
 
 class IdempotencyMiddleware(Middleware):
@@ -54,7 +53,7 @@ class IdempotencyMiddleware(Middleware):
 
     def __init__(
         self,
-        app: Application,
+        app: Callable[[Request, Receive, Send], Awaitable[None]],
         *,
         store: Store | str | AnyCelery,
         scope: Callable[[Request], object],

@@ -74,7 +74,6 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "timed_out": (504, "The worker of the task never came back", False),
 }
 
-
 #: The answer whenever something broke: it may have been carried out, and only the reply was lost.
 UNSURE: Final = "It may have been done or not. Send the same request with the same key again: it takes effect once."
 

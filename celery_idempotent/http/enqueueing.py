@@ -176,9 +176,7 @@ class Order:
         marks = [(REPLAYED, "true")] if replayed else []
         if record.state is State.FAILED:
             failure = failure_of(record, self.task)
-            statuses = [
-                self.error_status.get(each) for each in getattr(failure.kind, "__mro__", ())
-            ]
+            statuses = map(self.error_status.get, getattr(failure.kind, "__mro__", ()))
             problem = make_problem(
                 failure.code,
                 failure.detail,

@@ -99,9 +99,8 @@ class RequestRun(Run):
         self.identity, self.fingerprint, self.refusal = identity, fingerprint, refusal
         self.name, self.policy, self.open_store = guard.name, guard.policy, guard.open_store  # type: ignore[method-assign]
         self.codec, self.reporter = guard.codec, guard.reporter
-        digits = os.urandom(
-            16
-        ).hex()  # a UUID, which records store in 16 bytes; uuid4() takes longer
+        # A UUID, which records store in 16 bytes; uuid4() takes longer.
+        digits = os.urandom(16).hex()
         self.task_id = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
         self.worker = worker_name(os.getpid())
         if self.policy.atomic:

@@ -244,12 +244,8 @@ class Middleware:
 
     def answer(self, request: Request, identity: Identity, body: bytes, view: Body) -> object:
         """Return the response of ``view``, which is :meth:`kept`, or an answer in its place; it may be refused."""
-        run = RequestRun(
-            self.guard,
-            identity,
-            self._fingerprint(request, body),
-            partial(self._authorize, request),
-        )
+        fingerprint = self._fingerprint(request, body)
+        run = RequestRun(self.guard, identity, fingerprint, partial(self._authorize, request))
         return self.guard.answer(run, view)
 
     def kept(self, response: Response) -> Response:

@@ -20,17 +20,12 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.http.answers import RequestRefused
-from celery_idempotent.keys.fingerprints import (
-    NoFormError,
-    Written,
-    fingerprint_of,
-    form,
-    quote,
-)
+from celery_idempotent.keys.fingerprints import NoFormError, Written, fingerprint_of, form, quote
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
@@ -169,18 +164,10 @@ def request_fingerprint(
 def body_form(content_type: str, raw: bytes) -> str:
     """Return the form of a body that is no HTML form; ``content_type`` is in lower case, without parameters."""
     if content_type == "application/json" or content_type.endswith("+json"):
-        canonical = _json(raw)
-        if canonical is not None:
-            return f"json {canonical}"
+        # In UTF-8 (RFC 8259). Of a body that has no canonical form its bytes count.
+        with suppress(ValueError, RecursionError, NoFormError):
+            return f"json {form(_DECODER.decode(raw.decode()))}"
     return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
-
-
-def _json(raw: bytes) -> str | None:
-    """Return the canonical form of JSON in UTF-8 (RFC 8259); ``None`` of a body that has none: then its bytes count."""
-    try:
-        return form(_DECODER.decode(raw.decode()))
-    except (ValueError, RecursionError, NoFormError):
-        return None
 
 
 def _number(text: str) -> float | Written:
