@@ -199,7 +199,6 @@ def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
-
 _REQUEST = [
     Option(["--reason"], default="", metavar="TEXT", help="The reason, for log, event and record."),
     Option(

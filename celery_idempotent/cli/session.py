@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 #: that nobody knows whether it was done.
 FOUND, UNREACHABLE = 1, 3
 
-_COLUMNS = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "WORKER")
-
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 _LENGTH = re.compile(r"([0-9]{1,9})\s*(s|min|m|h|d)", re.ASCII)
 
@@ -174,7 +172,8 @@ def write_records(
         cells += [ago(record.updated_ms, now_ms), str(record.crashes or "")]
         rows.append([*cells, record.worker.partition("/")[0]])
     if not as_json:
-        table(_COLUMNS, rows, err=err)
+        head = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "WORKER")
+        table(head, rows, err=err)
 
 
 def object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:

@@ -28,9 +28,8 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
     """:class:`celery_idempotent.IdempotentTask`, with Celery's ways to publish after a commit.
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is
-    committed with what the task wrote, and never lost after that (see
-    :mod:`celery_idempotent.django.outbox`). So does ``self.replace``.
-    Everywhere else they do what Celery's do.
+    committed with what the task wrote, and never lost after that (see :mod:`celery_idempotent.django.outbox`). So does
+    ``self.replace``. Everywhere else they do what Celery's do.
     """
 
     abstract = True

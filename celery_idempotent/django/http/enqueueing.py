@@ -51,20 +51,14 @@ def enqueue(
 ) -> HttpResponse:
     """Queue ``task`` for ``request``, once for each ``Idempotency-Key``, and return the response.
 
+    The other arguments, ``InvalidKey`` and ``InvalidOption`` are as for :func:`celery_idempotent.http.enqueue`.
+
     Args:
         request: the request; its ``Idempotency-Key`` is the task's key.
-        task: an ``IdempotentTask``. Its fingerprint of the arguments detects another request with the same key.
-        args: for the task.
-        kwargs: for the task.
         scope: whose key it is: a value, or a function of the request; by default the caller.
         using: the database whose COMMIT the message waits for, inside a transaction; ``"default"`` if not given.
-        error_status: HTTP statuses by exception (each in ``idempotency_permanent_errors``): ``{CardDeclined: 402}``.
-        publish_options: options of ``apply_async``.
 
     Raises:
-        InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
-        InvalidOption: for an option of ``apply_async`` that is set here, ``task_id`` for instance, or a bad
-            ``error_status``.
         SynchronousOnlyOperation: in a coroutine, which has :func:`aenqueue`.
     """
     kwargs = kwargs or {}

@@ -68,11 +68,9 @@ def keyed_view(view: None = None, /, **options: object) -> Callable[[View], View
 def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object:
     """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
 
-    A missing or malformed key is refused before anything else is checked. Used as :func:`idempotent_view`. Of its
-    options, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task has the rest.
-
-    Raises:
-        InvalidOption: for an unknown option, a bad value, or a view class.
+    A missing or malformed key is refused before anything else is checked. Used as :func:`idempotent_view`, whose errors
+    it raises. Of its options, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task has the
+    rest.
     """
     decorate = partial(_decorated, given=options, guards=False)
     return decorate if view is None else decorate(view)
@@ -201,8 +199,7 @@ class _Call:
 
     def _finished(self, response: HttpResponseBase) -> HttpResponseBase:
         """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
-        view = self.rest
-        if view is not None:
+        if (view := self.rest) is not None:
             finalize = view.finalize_response
             view.finalize_response = lambda request, made, *args, **kwargs: (
                 made if made is response else finalize(request, made, *args, **kwargs)

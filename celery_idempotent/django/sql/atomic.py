@@ -358,13 +358,12 @@ class ClaimTransaction:
 
     def _holds_lock(self, session: Session) -> bool:
         """Is a session, of whatever process, within the transaction of this claim's run?"""
-        return bool(
-            session.rows(
-                "SELECT 1 FROM celery_idempotent_record r"
-                f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
-                self._claim,
-            )
+        found = session.rows(
+            "SELECT 1 FROM celery_idempotent_record r"
+            f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
+            self._claim,
         )
+        return bool(found)
 
     def abandon(self) -> None:
         """Close the connection if an exception that struck between two contexts left the transaction open."""

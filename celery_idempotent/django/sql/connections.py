@@ -77,15 +77,12 @@ class Session:
     def __init__(
         self, connection: BaseDatabaseWrapper, dialect: Dialect, *, prepare: bool | None = None
     ) -> None:
-        self.connection = connection
-        self.dialect = dialect
-        self._prepare = prepare
+        self.connection, self.dialect, self._prepare = connection, dialect, prepare
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
         with self._executed(sql, params) as cursor:
-            touched: int = cursor.rowcount
-            return touched
+            return int(cursor.rowcount)
 
     def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run a statement; return its rows."""

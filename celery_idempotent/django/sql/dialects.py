@@ -126,12 +126,11 @@ def dialect_of(vendor: str) -> Dialect:
     Raises:
         StoreMisconfigured: for any other database.
     """
-    known = _DIALECTS.get(vendor)
-    if known is None:
+    if vendor not in _DIALECTS:
         raise StoreMisconfigured(
             f"DjangoStore works on PostgreSQL, MariaDB, MySQL and SQLite, not on {vendor}"
         )
-    return replace(known)
+    return replace(_DIALECTS[vendor])
 
 
 def kind(error: Exception, vendor: str) -> Kind:
