@@ -122,9 +122,6 @@ def _listen() -> None:
     celery_signals.task_failure.connect(partial(mark_delivered, state=State.FAILED), weak=False)
 
 
-# -- when they cannot be sent ------------------------------------------------------------------------------------------
-
-
 class BackendAfterSettle:
     """Stands for the result backend from the settle to the end of the delivery."""
 

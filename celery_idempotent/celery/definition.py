@@ -156,9 +156,6 @@ def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     logger.warning("idempotency: observed: a task would have been refused: %s", refused)
 
 
-# -- models of Pydantic among the arguments ---------------------------------------------------------------------------
-
-
 def validation_of(task: type[AnyTask]) -> Validate | None:
     """Return a function that validates the models among a task's arguments, if Celery does."""
     run = inspect.getattr_static(task, "run")
@@ -190,8 +187,6 @@ def _model_of(hint: Any) -> Any:
         hint = kinds[0] if len(kinds) == 1 else None
     return hint if isinstance(hint, type) and hasattr(hint, "model_validate") else None
 
-
-# -- which tasks there are ---------------------------------------------------------------------------------------------
 
 #: The apps whose task modules are imported, or are being imported.
 loaded: weakref.WeakSet[Celery] = weakref.WeakSet()

@@ -150,9 +150,8 @@ class Delivery(republish.DeliveredRun):
 
     def is_over_time(self) -> bool:
         """Does the hard time limit end the process? It comes as SIGTERM, a moment before SIGKILL."""
-        task = self.task
-        limit = (self.request.timelimit or (None,))[0] or task.time_limit
-        limit = limit or pool_time_limits.get(task.app)
+        limit = (self.request.timelimit or (None,))[0] or self.task.time_limit
+        limit = limit or pool_time_limits.get(self.task.app)
         if not limit:
             return False
         return time.monotonic() - self.started_at >= limit - max(_MARGIN_S, _MARGIN * limit)
@@ -266,9 +265,6 @@ def next_after_ours(run: Delivery) -> Callable[..., object]:
     return body
 
 
-# -- to begin ----------------------------------------------------------------------------------------------------------
-
-
 @cache
 def _prepare_process(pid: int) -> str:
     """Install the shield if this is a pool child, and return how records name this process."""
@@ -292,8 +288,6 @@ def identify_delivery(
     eager: bool = False,
 ) -> Identified:
     """Return the identity of a message: from its stamp, else from its publisher's headers or its arguments.
-
-    An ``eager`` call without a key gets a random one: Celery gives all steps of an eager chain one task id.
 
     Raises:
         InvalidKey: if the stamp is malformed, or the key cannot be used.

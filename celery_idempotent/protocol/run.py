@@ -287,9 +287,6 @@ def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:
             return answer
 
 
-# -- to claim ----------------------------------------------------------------------------------------------------------
-
-
 def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfigured:
     """Ask the store for the key; each try has the same attempt id."""
     policy, observed = run.policy, run.policy.mode == "observe"
@@ -374,9 +371,6 @@ def _refuse_poison(run: Run, record: Record) -> bool:
         run.report(signals.store_failed, record, error=trouble)
         run.store_failed(trouble)
     return True
-
-
-# -- to settle ---------------------------------------------------------------------------------------------------------
 
 
 def _settle(run: Run, state: EndState, outcome: Any) -> None:
@@ -467,9 +461,6 @@ def note_end(run: Run, state: EndState, error: BaseException | None = None) -> N
     run.report(signals.settled, run.record, state=state, error=error, seconds=took)
     if run.has_callbacks:
         run.settled(state)
-
-
-# -- to release --------------------------------------------------------------------------------------------------------
 
 
 def _end_failed(run: Run, error: BaseException) -> None:
