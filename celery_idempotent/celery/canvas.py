@@ -30,9 +30,7 @@ PARTS = {"celery.chain": ("tasks",), "celery.group": ("tasks",), "celery.chord":
 
 
 def with_tasks(
-    signature: object,
-    change: Callable[[AnySignature, Place], AnySignature],
-    place: Place = (),
+    signature: object, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
 ) -> Any:
     """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks."""
     if not isinstance(signature, Mapping):
@@ -83,11 +81,10 @@ def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: st
         task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
         return {**task, "options": {**options, "task_id": task_id}}
 
-    derived = [
+    return [
         maybe_signature(with_tasks(link, with_id, (index,)), app=app)
-        for index, link in enumerate(maybe_list(links) or [])
+        for index, link in enumerate(maybe_list(links))
     ]
-    return derived or links
 
 
 def with_dumped_models(app: Celery, signature: AnySignature) -> AnySignature:

@@ -37,7 +37,6 @@ _PREFIX = "idempotency_prefix"
 
 
 def _prefix_of(backend: Any, store: Store) -> bytes | None:
-    known: Store | None
     prefix: bytes | None
     known, prefix = vars(backend).get(_PREFIX, (None, None))
     if known is not store:

@@ -60,8 +60,6 @@ outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", d
 #: A call with one of these options keeps its own task id, on which others depend, and so reserves no key.
 _NEED_OWN_TASK_ID = ("task_id", "chord", "chain", "group_id", "group_index", "link", "link_error")
 
-_UNRESERVED = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
-
 #: Options that belong to the process which sends.
 SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
@@ -258,7 +256,8 @@ def _reserve_and_send(
             answer = store.reserve(request)
     except IdempotencyError as error:
         # The worker's claim still guards the run: a second message does no harm.
-        details: signals.Details = {"error": error, "line": _UNRESERVED}
+        line = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
+        details: signals.Details = {"error": error, "line": line}
         report(signals.store_failed, identity, task_id, None, details)
         return send_call(**options)
     record = answer.record
@@ -290,11 +289,10 @@ def _reserve_and_send(
 
 def release_reservation(store: Store, record: Record) -> None:
     """Release a reservation whose message is not sent; if the store fails, its deadline ends it."""
-    identity = record.identity
     try:
-        store.release(identity, token=record.token)
+        store.release(record.identity, token=record.token)
     except IdempotencyError as error:
-        logger.warning("idempotency: %s is reserved until its deadline: %s", identity, error)
+        logger.warning("idempotency: %s is reserved until its deadline: %s", record.identity, error)
 
 
 def _use_task_id(options: Options, task_id: str) -> None:

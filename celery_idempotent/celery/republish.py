@@ -206,7 +206,8 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
         NotRepublishedError: after a pause, if it shall ask again here.
     """
     task, request, delay = run.task, run.request, again.options["countdown"]
-    if is_broadcast(request) and task.app.pool.connection.transport.driver_type == "redis":
+    connection = task.app.pool.connection
+    if is_broadcast(request) and connection.transport.driver_type == "redis":
         # Redis broadcasts with PUBLISH: one worker has no queue.
         if not run.shield.pause(min(delay, _LONGEST_STAY)):
             run.shield.open()
@@ -215,15 +216,9 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
         again.apply_async()
         return
     except Exception as error:  # noqa: BLE001  of a broker, or a router
-        of_broker = (
-            OperationalError,
-            LimitExceeded,
-            OSError,
-            *task.app.pool.connection.connection_errors,
-        )
+        of_broker = (OperationalError, LimitExceeded, OSError, *connection.connection_errors)
         is_outage, reason = isinstance(error, of_broker), type(error).__name__
-    late: bool | None = task.acks_late
-    back = is_outage and late and not as_mapping(request.delivery_info).get("redelivered")
+    back = is_outage and task.acks_late and not as_mapping(request.delivery_info).get("redelivered")
     pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
     line = "idempotency: %s[%s] cannot be published, pausing %.0f s: %s"
     logger.error(line, task.name, request.id, pause, reason)
@@ -232,9 +227,9 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
             run.shield.open()
     except SoftTimeLimitExceeded:
         # The task, which has not begun or is done, would fail.
-        back = back or late
-        if not back:
+        if not task.acks_late:
             raise
+        back = True
     if back:
         raise Reject(reason, requeue=True)
     raise NotRepublishedError(reason)
@@ -313,8 +308,7 @@ class RedeliveryTimeout(NamedTuple):
 #: The option of kombu's transports, and its default. All others notice that a connection is gone, or never redeliver.
 _TRANSPORTS = {
     **dict.fromkeys(("redis", "rediss", "sentinel"), ("visibility_timeout", 3600.0)),
-    "sqs": ("visibility_timeout", 1800.0),
-    "pgmq": ("visibility_timeout", 1800.0),
+    **dict.fromkeys(("sqs", "pgmq"), ("visibility_timeout", 1800.0)),
     "gcpubsub": ("ack_deadline_seconds", 240.0),
     "azureservicebus": ("peek_lock_seconds", 60.0),
 }

@@ -301,5 +301,4 @@ def _risk(operation: Operation, record: Record, live: bool, definition: Definiti
 
 
 def _first(texts: Mapping[str, object]) -> str:
-    """Return the first of these texts that holds."""
     return next(text for text, holds in texts.items() if holds)

@@ -223,8 +223,7 @@ class IdempotentTask(DefinedTask):
 
         In a function call or a task that is switched off it holds nothing: its token is 0, its steps just run.
         """
-        claim = current_claim()
-        if claim is not None:
+        if (claim := current_claim()) is not None:
             return claim
         request: Any = self.request
         args, kwargs = request.args or (), request.kwargs or {}
