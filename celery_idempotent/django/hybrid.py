@@ -82,7 +82,7 @@ class Cache:
         record, left_ms = stored.record, stored.expires_ms - now_ms - _TICKET_MS
         age_ms = max(now_ms - record.updated_ms + left_ms, 0)
         entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(stored, bytes(4))
-        # What a sweep failed its owner may still settle; what an operator settled is told with who and why.
+        # What a sweep failed its owner may still settle; what an operator settled is reported with who and why.
         final = not (record.swept or record.settled_by_operator)
         if final and left_ms > 0 and len(entry) <= _MAX_BYTES:
             self._ask(

@@ -122,7 +122,7 @@ def session_scope(cookie: str) -> RequestFunction:
 
 
 def _digest(kind: str, secret: str) -> tuple[str, str] | None:
-    """Return a scope by which nobody who reads records can act as the caller."""
+    """Return a digest as the scope: it is no credential for those who can read records."""
     return (kind, hashlib.sha256(secret.encode()).hexdigest()) if secret else None
 
 

@@ -37,7 +37,7 @@ _LATER: Final = 0.03
 _PROCESSES: Final = 4
 _TIMEOUT_S: Final = 240.0
 _STORES: Final = {"redis": "{}", "django": "django://", "hybrid": "hybrid+{}"}
-#: What a newcomer is told about where the records are, whether in SQLite as the ledger is.
+#: What the demo says about where the records are, whether in SQLite as the ledger is.
 _PROMISES: Final = {
     False: "The records are in Redis, the ledger is in SQLite: a kill may fall anywhere but between a run's write to"
     " the one and its write to the other (for that: --store django).",

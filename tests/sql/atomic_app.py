@@ -135,14 +135,20 @@ def write(table: str, key: str, token: int) -> None:
         cursor.execute(f"INSERT INTO {table} (name, token) VALUES (%s, %s)", (key, token))
 
 
-@app.task(
-    base=IdempotentTask,
-    name="pay",
-    bind=True,
-    idempotency_key="key",
-    idempotency_atomic=True,
-    shared=False,
-)
+#: The options of an atomic task, and of one that retries after an error of its database.
+ATOMIC: dict[str, Any] = {
+    "base": IdempotentTask,
+    "idempotency_key": "key",
+    "idempotency_atomic": True,
+    "shared": False,
+}
+RETRIED = ATOMIC | {
+    "autoretry_for": (Error,),
+    "retry_kwargs": {"countdown": 0.2, "max_retries": None},
+}
+
+
+@app.task(name="pay", bind=True, **ATOMIC)
 def pay(self: Any, key: str, account: str = "") -> str:
     write("effects", key, self.idempotency.token)
     if account:
@@ -165,16 +171,7 @@ def follow(self: Any, key: str) -> str:
     return f"paid {key}"
 
 
-@app.task(
-    base=IdempotentTask,
-    name="transfer",
-    bind=True,
-    idempotency_key="key",
-    idempotency_atomic=True,
-    shared=False,
-    autoretry_for=(Error,),
-    retry_kwargs={"countdown": 0.2, "max_retries": None},
-)
+@app.task(name="transfer", bind=True, **RETRIED)
 def transfer(self: Any, key: str, accounts: dict[str, int]) -> None:
     """Move coins between accounts, and have that booked."""
     with connection.cursor() as cursor:
@@ -187,28 +184,12 @@ def transfer(self: Any, key: str, accounts: dict[str, int]) -> None:
     book.delay_on_commit(key)
 
 
-@app.task(
-    base=IdempotentTask,
-    name="book",
-    bind=True,
-    idempotency_key="key",
-    idempotency_atomic=True,
-    shared=False,
-    autoretry_for=(Error,),
-    retry_kwargs={"countdown": 0.2, "max_retries": None},
-)
+@app.task(name="book", bind=True, **RETRIED)
 def book(self: Any, key: str) -> None:
     write("effects", f"{key} booked", self.idempotency.token)
 
 
-@app.task(
-    base=IdempotentTask,
-    name="hand_over",
-    bind=True,
-    idempotency_key="key",
-    idempotency_atomic=True,
-    shared=False,
-)
+@app.task(name="hand_over", bind=True, **ATOMIC)
 def hand_over(self: Any, key: str) -> None:
     write("effects", key, self.idempotency.token)
     write("effects", f"{key} again", self.idempotency.token)
@@ -216,13 +197,7 @@ def hand_over(self: Any, key: str) -> None:
     raise self.replace(follow.s(key))
 
 
-@app.task(
-    base=IdempotentTask,
-    name="misbehave",
-    idempotency_key="key",
-    idempotency_atomic=True,
-    shared=False,
-)
+@app.task(name="misbehave", **ATOMIC)
 def misbehave(key: str, how: str) -> None:
     from django.db import transaction
 
