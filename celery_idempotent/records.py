@@ -6,7 +6,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Final, Literal
+
+#: The namespace of the keys of all guarded views.
+HTTP_NAMESPACE: Final = "http"
 
 #: A fingerprint is the first 16 bytes of a SHA-256.
 FINGERPRINT_BYTES = 16

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.definition import definition_of, definitions
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.rules import canonical, task_id_key
-from celery_idempotent.records import Identity, Page, Record, Selection, State
+from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, Selection, State
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
@@ -86,6 +86,12 @@ def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str
     return read_whole(store, [each.identity for each in page.records])
 
 
+def namespaces(app: AnyCelery) -> list[str]:
+    """Return the namespace of views, then those of the app's tasks."""
+    ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
+    return [HTTP_NAMESPACE, *ours]
+
+
 def read_whole(store: Store, identities: Iterable[Identity]) -> list[Record]:
     """Return the records that exist, with the fields that lists leave out."""
     found = map(store.get, dict.fromkeys(identities))
@@ -101,7 +107,7 @@ def select(
 ) -> Selection:
     """Return the selection of a typed ``task``, ``scope``, ``key`` and ``state``; raise as :func:`scopes_of`."""
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
-    tasks = {each.name: each.identifier.namespace for each in definitions(app)}
+    tasks = {each.name: each.identifier.namespace for each in definitions(app, load=True)}
     return Selection(
         states=STATES.get(state, frozenset()),
         stale=state == "stale",

@@ -14,12 +14,8 @@ from celery_idempotent import errors
 __all__ = ["idempotency"]
 
 
-class _UnreachableError(click.ClickException):
-    exit_code = 3
-
-
 class _Group(click.Group):
-    """Imports the commands when one is asked for; what they may raise becomes a message and an exit code."""
+    """Imports the commands when one is used, and turns their errors into a message and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names of all commands, in the order of the help."""
@@ -34,18 +30,20 @@ class _Group(click.Group):
         """Run a command."""
         try:
             return super().invoke(ctx)
-        except (errors.StoreUnavailable, errors.StoreMisconfigured) as error:
-            raise _UnreachableError(f"the store cannot be used: {error}") from error
-        except (errors.InvalidOption, errors.InvalidKey) as error:
+        except errors.STORE_ERRORS as error:
+            click.ClickException(f"the store cannot be used: {error}").show()
+            ctx.exit(3)
+        except (errors.InvalidOption, errors.InvalidKey, ImportError) as error:
             raise click.UsageError(str(error), ctx) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.pass_context
 def idempotency(ctx: click.Context) -> None:
-    """Records of idempotent tasks: look at them, ask why, act on them.
+    """Inspect, explain and change the records of idempotent tasks.
 
-    Exit codes: 0 fine; 1 something was found, refused or not there; 2 wrong usage; 3 the store cannot be reached.
+    Exit codes: 0 success; 1 a finding, no such record, or a record left unchanged; 2 wrong usage; 3 the store cannot be
+    reached.
     """
     if getattr(ctx.obj, "no_color", False):
         ctx.color = False

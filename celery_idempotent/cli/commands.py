@@ -1,115 +1,257 @@
-"""The commands: to look at records, to operate on one or on all that are selected, and to keep them up.
+"""The commands: to look at records, to operate on one or on all that are selected, and to maintain the store.
 
-An operation goes this way, and is done to each record as it was found, by its token and its state::
+An operation goes this way, and changes a record only if its token and state are still as they were found::
 
-    find ─ sort: apply, held, skip ─ preview ─ ask ─ do each ─ summary, exit code
+    find ─ sort: apply, held, skip ─ preview ─ ask ─ change each ─ summary, exit code
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
+from celery.utils.text import pluralize
 from click import Argument, Option
 from click.exceptions import Exit
 
-from celery_idempotent.celery import finding, story
+from celery_idempotent.celery import finding, operations, story
 from celery_idempotent.celery.checks import check
-from celery_idempotent.celery.operations import (
-    ON_MANY,
-    OPERATIONS,
-    Operation,
-    OperationRequest,
-    Outcome,
-    operate_on_each,
-    verdict,
-)
+from celery_idempotent.celery.definition import load_tasks
+from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.sweep import SWEEP, sweep
-from celery_idempotent.cli import session
-from celery_idempotent.cli.session import COMMANDS, FOUND, UNREACHABLE, command, note, write
-from celery_idempotent.records import Record
+from celery_idempotent.records import Record, Selection
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["COMMANDS"]
+#: Exit codes beside click's 2 for wrong usage: something was found, refused or left alone; the store did not answer.
+FOUND, UNREACHABLE = 1, 3
 
 #: The seconds of a search for the same key in other scopes.
 SCAN_SECONDS = 10.0
 
+#: By their names, in the order of the help.
+COMMANDS: dict[str, click.Command] = {}
 
-@command(
-    "list",
+#: Writes a message for people to standard error, where a pipe does not see it.
+_note = partial(click.echo, err=True)
+
+_flag = partial(Option, is_flag=True)
+_number = partial(Option, type=click.IntRange(1), show_default=True)
+
+
+def _milliseconds(text: str) -> int:
+    """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
+    found = re.fullmatch("([0-9]{1,9})([smhd])", text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is not a length of time: 90s, 10m, 2h or 1d.")
+    return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]] * 1000
+
+
+#: Which record a KEY is about.
+_ONE = [
+    Option(["--task"], metavar="NAME", help="Only this task (or namespace)."),
+    Option(["--scope"], metavar="SCOPE", help="Only this scope; `user 17`: requests of that user."),
+]
+
+#: Which of all records are selected.
+_MANY = [
+    *_ONE,
+    Option(["--key"], metavar="KEY", help="Only this key, in every scope."),
+    Option(
+        ["--state"],
+        type=click.Choice(list(finding.STATES), case_sensitive=False),
+        help="Only this state. Default: any with --key or --scope, else all but COMPLETED.",
+    ),
+    Option(["--since"], type=_milliseconds, metavar="TIME", help="Changed within 10m, 2h, 1d."),
+    Option(["--before"], type=_milliseconds, metavar="TIME", help="Not changed for 10m, 2h, 1d."),
+]
+
+
+def _command(
+    *examples: str, params: Sequence[click.Parameter]
+) -> Callable[[Callable[..., None]], None]:
+    """Make a command, whose name begins its examples, of a function of the app that ``-A`` names."""
+    name, shown = examples[0].split()[0], "\n  celery -A proj idempotency ".join(("", *examples))
+    as_json = _flag(["--json"], help="Print one JSON object per line.")
+
+    def decorate(function: Callable[..., None]) -> None:
+        @click.pass_obj
+        def run(obj: Any, /, *, json: bool, **given: object) -> None:  # noqa: ARG001  see _write()
+            function(obj.app, **given)
+
+        COMMANDS[name] = click.Command(
+            name,
+            callback=run,
+            params=[*params, as_json],
+            help=function.__doc__,
+            epilog=f"\b\nExamples:{shown}",
+        )
+
+    return decorate
+
+
+def _paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
+    """Write a sentence or two, broken at the width of the terminal, in a pipe on one line."""
+    width = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 10_000
+    click.secho(click.wrap_text(text, width, indent, " " * len(indent)), bold=bold)
+
+
+def _wants_json() -> bool:
+    return bool(click.get_current_context().params["json"])
+
+
+def _write(item: Mapping[str, object], text: str = "", *, indent: str = "") -> None:
+    """Write an object on a line, or, without ``--json``, its text for people."""
+    if _wants_json() or not text:
+        click.echo(json.dumps(item, ensure_ascii=False))
+    else:
+        _paragraph(text, indent=indent)
+
+
+def _write_story(told: story.Story) -> None:
+    _paragraph(told.headline, bold=True)
+    for title, sentences in told.parts.items():
+        click.echo(f"\n{title}")
+        for each in sentences:
+            _paragraph(each, indent="  - ")
+
+
+def _write_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
+    """Write a table: in columns on a terminal, with tabs into a pipe."""
+    lines = [[cell or "-" for cell in line] for line in (head, *rows)]
+    widths, between = [0] * len(head), "\t"
+    if sys.stdout.isatty():
+        widths, between = [max(map(len, column)) for column in zip(*lines, strict=True)], "  "
+    for line in lines:
+        click.echo(between.join(map(str.ljust, line, widths)).rstrip(), err=err)
+
+
+def _write_records(
+    app: Celery, records: Sequence[Record], now_ms: int, *, err: bool = False
+) -> None:
+    """Write records as a table, or as JSON lines."""
+    rows = []
+    for record in records:
+        about = _object_of(app, record, now_ms)
+        if _wants_json() and not err:
+            _write(about)
+        state = record.state.value + (", stale" if about["stale"] else "")
+        cells = [record.identity.key, str(about["task"]), record.identity.scope, state]
+        cells += [story.ago(record.updated_ms, now_ms), str(record.crashes or "")]
+        rows.append([*cells, record.worker.partition("/")[0]])
+    if err or not _wants_json():
+        head = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "WORKER")
+        _write_table(head, rows, err=err)
+
+
+def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
+    """Return a record for programs; times are those of the store's clock."""
+    identity = record.identity
+    same = ["token", "task_id", "worker", "crashes", "attempts", "note", "on_stale"]
+    same += ["reserved", "delivered", "replaced"]
+    return {
+        "key": identity.key,
+        "task": finding.task_name(app, identity),
+        "scope": identity.scope,
+        "state": record.state.value,
+        "stale": record.stale(now_ms),
+        "namespace": identity.namespace,
+        **{name: getattr(record, name) for name in same},
+        "created": story.iso(record.created_ms),
+        "updated": story.iso(record.updated_ms),
+        "deadline": story.iso(record.deadline_ms),
+    }
+
+
+def _selection(
+    app: Celery, *, since: int | None = None, before: int | None = None, **given: str | None
+) -> Selection:
+    """Return the selection that the options make."""
+    now_ms = get_store(app).now_ms()
+    since_ms = None if since is None else now_ms - since
+    before_ms = None if before is None else now_ms - before
+    found = finding.select(app, given, since_ms=since_ms, before_ms=before_ms)
+    if found.namespace and found.namespace not in finding.namespaces(app):
+        _note(f"No task of this app is called {given['task']}: it is taken as a namespace.")
+    if given.get("state") or found.keys or found.scopes:
+        return found
+    return replace(found, states=finding.UNFINISHED_AND_FAILED)
+
+
+@_command(
     "list --state stale",
     "list --task shop.charge --state FAILED --since 10m",
     "list --key order-17",
-    params=[*session.MANY, session.number("limit", 50, "At most this many records.")],
+    params=[*_MANY, _number(["--limit"], default=50, help="At most this many records.")],
 )
-def _list(app: Celery, limit: int, as_json: bool, **given: Any) -> None:
+def _list(app: Celery, limit: int, **given: Any) -> None:
     """List records: the unfinished and the failed ones, or those of a --state.
 
-    COMPLETED records have no index: to list them (--key, --scope, --state any), keys are looked at one after the
-    other, until --limit is reached.
+    COMPLETED records have no index: to list them (--key, --scope, --state any), every key is read until --limit is
+    reached.
     """
-    page = finding.look(get_store(app), session.selection_of(app, **given), enough=limit)
+    page = finding.look(get_store(app), _selection(app, **given), enough=limit)
     found = page.records[:limit]
     if found:
-        session.write_records(app, found, page.now_ms, as_json=as_json)
+        _write_records(app, found, page.now_ms)
     else:
-        note("No such records. COMPLETED ones are listed with --state COMPLETED.")
+        _note("No such records. COMPLETED ones are listed with --state COMPLETED.")
     if len(found) == limit:
-        note(f"The first {limit}. There may be more: --limit takes a larger number.")
+        _note(f"Only the first {limit} are shown: there may be more with a larger --limit.")
 
 
-@command(
-    "show",
+@_command(
     "show order-17 --task shop.charge",
     "explain 7d0b0a5e-5d3c-4f4e-9c0e-1f6f5a4f2c11",
     params=[
         Argument(["key"]),
-        *session.ONE,
-        Option(["--value"], is_flag=True, help="Also the result or error: it may hold secrets."),
+        *_ONE,
+        _flag(["--value"], help="Add the result or error, which may be private."),
     ],
 )
-def _show(app: Celery, key: str, value: bool, as_json: bool, **given: Any) -> None:
-    """Say why KEY is as it is: what happened, what happens next, what can be done.
+def _show(app: Celery, key: str, value: bool, **given: Any) -> None:
+    """Explain the record of a KEY: what happened, what happens next, what can be done.
 
-    Without --scope, every scope is searched for KEY, for ten seconds. KEY may also be the id of a task, of an
+    Without --scope, every scope is searched for KEY, for ten seconds at most. KEY may also be the task id of an
     unfinished or failed record. --json has every field of the record.
     """
     record, others = _find(app, key, **given)
     store = get_store(app)
     told, now_ms = story.tell_story(app, store, record), store.now_ms()
     text = story.show_value(app, record) if value else ""
-    if as_json:
-        fields = ("reserved", "delivered", "replaced", "on_stale")
-        about = session.object_of(app, record, now_ms) | {
+    if _wants_json():
+        about = _object_of(app, record, now_ms) | {
             "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
-            **{name: getattr(record, name) for name in fields},
             "message": record.message is not None,
             "steps": [name for name, _ in record.steps],
             "explanation": asdict(told),
-            "elsewhere": [session.object_of(app, each, now_ms) for each in others],
+            "elsewhere": [_object_of(app, each, now_ms) for each in others],
         }
-        write(True, about | ({"value": text} if value else {}), "")
-    else:
-        _write_story(told)
-        words = [record.identity.key, "--task", finding.task_name(app, record.identity)]
-        words += ["--scope", record.identity.scope] if record.identity.scope else []
-        click.echo(f"\n  celery -A proj idempotency OPERATION {shlex.join(words)}")
-        if value:
-            click.echo(f"\nValue\n{text}")
-        if others:
-            click.echo("\nThe same key elsewhere")
-            session.write_records(app, others, now_ms)
+        _write(about | ({"value": text} if value else {}))
+        return
+    _write_story(told)
+    words = [record.identity.key, "--task", finding.task_name(app, record.identity)]
+    words += ["--scope", record.identity.scope] if record.identity.scope else []
+    click.echo(f"\n  celery -A proj idempotency OPERATION {shlex.join(words)}")
+    if value:
+        click.echo(f"\nValue\n{text}")
+    if others:
+        click.echo("\nThe same key elsewhere")
+        _write_records(app, others, now_ms)
 
 
 COMMANDS["explain"] = COMMANDS["show"]
@@ -125,108 +267,85 @@ def _find(
     """
     if not text:
         raise click.UsageError("KEY is empty.")
-    named = session.selection_of(app, task=task, scope=scope)
-    store = get_store(app)
-    meant = finding.find(store, text, named, session.known_namespaces(app))
+    named, store = _selection(app, task=task, scope=scope, key=text), get_store(app)
+    meant = finding.find(store, text, named, finding.namespaces(app))
     others: list[Record] = []
     # A view of a Django project has a namespace that is known once its module is imported.
     if not meant or (not scope and elsewhere and len(meant) == 1):
-        keys = finding.spellings(meant[0].identity.key if meant else text)
-        everywhere = replace(named, states=frozenset(), keys=frozenset(keys))
-        page = finding.look(store, everywhere, seconds=SCAN_SECONDS)
-        if page.cursor:
-            note(f"Other scopes were searched in part: `list --key {text}` looks at every key.")
         known = {record.identity for record in meant}
+        keys = named.keys | {identity.key for identity in known}
+        page = finding.look(store, replace(named, keys=keys), seconds=SCAN_SECONDS)
+        if page.cursor:
+            _note(f"Other scopes were searched in part: `list --key {text}` looks at every key.")
         others = [each for each in page.records if each.identity not in known]
         if not meant and len(others) == 1:
             meant, others = finding.read_whole(store, [others[0].identity]), []
     if len(meant) == 1:
         return meant[0], others
     if several := [*meant, *others]:
-        note(f"{text} is a key of {len(several)} records: select one by --task or --scope.")
-        session.write_records(app, several, store.now_ms())
+        _note(f"{text} is a key of {len(several)} records: select one by --task or --scope.")
+        _write_records(app, several, store.now_ms())
     else:
         where = f"{task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
         _write_story(story.tell_absence(f"{text} in {where}"))
     raise Exit(FOUND)
 
 
-def _write_story(told: story.Story) -> None:
-    session.paragraph(told.headline, bold=True)
-    for title, sentences in told.parts.items():
-        click.echo(f"\n{title}")
-        for each in sentences:
-            session.paragraph(each, indent="  - ")
-
-
-@command(
-    "stats",
+@_command(
     "stats --hours 1",
     params=[
         Option(["--task"], metavar="NAME", help="Only the outcomes of this task."),
-        session.number("hours", 24, "Outcomes of the last hours.", most=720),
+        _number(["--hours"], default=24, type=click.IntRange(1, 720), help="How many hours back."),
     ],
 )
-def _stats(app: Celery, task: str | None, hours: int, as_json: bool) -> None:
+def _stats(app: Celery, task: str | None, hours: int) -> None:
     """Count records by state, and the outcomes of tasks in the last hours."""
-    store = session.store_of(app)
+    store = get_store(app)
     stats = store.stats()
     counts: dict[str, Counter[str]] = {}
     for each in store.counts(hours=hours):
         if each.task != SWEEP and task in (None, each.task):
             counts.setdefault(each.task, Counter())[each.outcome] += each.count
-    names = ("live", "stale", "interrupted", "failed")
-    numbers = {name: getattr(stats, name) for name in names}
-    about = {
-        **numbers,
-        "last_sweep": story.iso(stats.swept_ms),
-        "hours": hours,
-        "outcomes": counts,
-    }
+    numbers = {name: getattr(stats, name) for name in ("live", "stale", "interrupted", "failed")}
     states = ", ".join(f"{number:,} {name}" for name, number in numbers.items())
+    about = {**numbers, "last_sweep": story.iso(stats.swept_ms), "hours": hours, "outcomes": counts}
     _, sweeps = story.sweeps_of(app, store, stats)
-    write(as_json, about, f"{states}. COMPLETED records are not counted. {sweeps}")
+    _write(about, f"{states}. COMPLETED records are not counted. {sweeps}")
     if not counts:
-        note(f"No outcomes in the last {hours} h.")
-    elif not as_json:
-        session.paragraph(f"In the last {hours} h:")
+        _note(f"No outcomes in the last {hours} h.")
+    elif not _wants_json():
+        _paragraph(f"In the last {hours} h:")
         rows = [
             [name, *(f"{sum(of[each] for each in series):,}" for series in story.SERIES.values())]
             for name, of in sorted(counts.items())
         ]
-        session.table(["TASK", *map(str.upper, story.SERIES)], rows)
+        _write_table(["TASK", *map(str.upper, story.SERIES)], rows)
 
-
-# -- operations --------------------------------------------------------------------------------------------------------
 
 _REQUEST = [
-    Option(["--reason"], default="", metavar="TEXT", help="The reason, for log, event and record."),
+    Option(["--reason"], default="", metavar="TEXT", help="Why: for log, event and record."),
     Option(
         ["--who"],
         default=lambda: os.environ.get("USER") or f"uid {os.getuid()}",
         metavar="NAME",
         help="Who does it. Default: this machine's account.",
     ),
-    Option(
-        ["--force"], is_flag=True, help="Also change records with a live owner; needs a --reason."
-    ),
-    Option(["--yes", "-y"], is_flag=True, help="Do not ask."),
+    _flag(["--force"], help="Also change records with a live owner; needs a --reason."),
+    _flag(["--yes", "-y"], help="Do not ask."),
 ]
 
 _ON_MANY = [
     Argument(["one"], required=False, metavar="[KEY]"),
-    Option(
-        ["--all", "every"], is_flag=True, help="Change all selected records instead of one KEY."
-    ),
-    *session.MANY,
-    session.number("limit", 1000, "With --all: change at most this many.", most=100_000),
-    Option(["--dry-run"], is_flag=True, help="With --all: only say what would be done."),
+    _flag(["--all"], help="Change all selected records instead of one KEY."),
+    *_MANY,
+    _number(["--limit"], default=1000, help="With --all: change at most this many."),
+    _flag(["--dry-run"], help="With --all: only say what would be done."),
     *_REQUEST,
 ]
 
 _ON_ONE = [
     Argument(["one"], metavar="KEY"),
-    *session.ONE,
+    *_ONE,
     Option(["--value"], required=True, metavar="JSON", help="What its run would have returned."),
     *_REQUEST,
 ]
@@ -235,97 +354,79 @@ _HELP = """{} the record of a KEY{}.
 
     It {}
 
-    It asks first. A record that has changed since, or whose owner is live (unless forced), is left alone: exit code 1.
+    It asks first. Exit code 1: a record was left alone, because it has changed since or has a live owner (see --force).
 """
 
 
-def _operate(
-    app: Celery,
-    *,
-    operation: Operation,
-    one: str | None,
-    task: str | None,
-    scope: str | None,
-    who: str,
-    reason: str,
-    force: bool,
-    yes: bool,
-    as_json: bool,
-    every: bool = False,
-    limit: int = 1,
-    dry_run: bool = False,
-    value: str = "",
-    **given: Any,
-) -> None:
+def _operate(app: Celery, operation: Operation, **options: Any) -> None:
     """Operate on one KEY, or on all that are selected."""
-    if every is (one is not None) or (one is not None and (dry_run or any(given.values()))):
+    given = SimpleNamespace(**{"all": False, "dry_run": False, "value": ""} | options)
+    narrow = {name: options.get(name) for name in ("key", "state", "since", "before")}
+    is_one = given.one is not None
+    if given.all is is_one or (is_one and (given.dry_run or any(narrow.values()))):
         raise click.UsageError("Give a KEY, with --task and --scope, or --all and a selection.")
     try:
-        request = OperationRequest(operation, who=who, reason=reason, force=force)
-        effect = ""
-        if every:
-            selection = session.selection_of(app, task=task, scope=scope, **given)
-            page = finding.look(get_store(app), selection, enough=limit)
-            found = [each.identity for each in page.records]
-            if page.cursor or len(found) > limit:
-                note(f"There may be more than {limit:,}: run it again for the rest.")
-            # Lists leave out whether there is a message.
-            records = finding.read_whole(get_store(app), found[:limit])
-        else:
-            records = [_find(app, one or "", task=task, scope=scope, elsewhere=False)[0]]
-            told = story.tell_story(app, get_store(app), records[0])
+        request = OperationRequest(operation, who=given.who, reason=given.reason, force=given.force)
+        store, effect = get_store(app), ""
+        if is_one:
+            where = {"task": given.task, "scope": given.scope}
+            records = [_find(app, given.one, **where, elsewhere=False)[0]]
+            told = story.tell_story(app, store, records[0])
             effect = told.choices.get(operation, "")
-            note(told.headline)
+            _note(told.headline)
+        else:
+            selection = _selection(app, task=given.task, scope=given.scope, **narrow)
+            page = finding.look(store, selection, enough=given.limit)
+            if page.cursor or len(page.records) > given.limit:
+                _note(f"There may be more than {given.limit:,}: run it again for the rest.")
+            found = [each.identity for each in page.records[: given.limit]]
+            records = finding.read_whole(store, found)  # lists leave out whether there is a message
         chosen = _preview(app, request, records, effect)
-        if value and chosen:
-            stored = story.value_from_json(app, chosen[0].identity, value)
+        if given.value and chosen:
+            stored = story.value_from_json(app, chosen[0].identity, given.value)
             request = replace(request, value=stored)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if dry_run:
+    if given.dry_run:
         return
     if not chosen:
-        note("Nothing was done.")
+        _note("Nothing was done.")
         raise Exit(FOUND if records else 0)
-    if not yes:
+    if not given.yes:
         click.confirm(f"{operation.capitalize()} {len(chosen):,}?", abort=True, err=True)
-    _execute(app, request, chosen, left=len(records) - len(chosen), as_json=as_json)
+    _execute(app, request, chosen, left=len(records) - len(chosen))
 
 
 def _preview(
     app: Celery, request: OperationRequest, records: Sequence[Record], effect: str
 ) -> list[Record]:
-    """Say what would be done to which of the records, and return these; ``effect``: on a single one."""
+    """Write what would be done to which of the records, and return these; ``effect``: on a single one."""
     operation, now_ms = request.operation, get_store(app).now_ms()
     meaning, done = OPERATIONS[operation], ("apply", "held") if request.force else ("apply",)
-    verdicts = [(verdict(app, operation, each, now_ms), each) for each in records]
+    verdicts = [(operations.verdict(app, operation, each, now_ms), each) for each in records]
     chosen = [each for found, each in verdicts if found in done]
-    found = "1 record" if len(records) == 1 else f"{len(records):,} records"
-    note(f"{found} found; {len(chosen):,} to be {meaning.done}.")
+    found = pluralize(len(records), "record")
+    _note(f"{len(records):,} {found} found; {len(chosen):,} to be {meaning.done}.")
     if chosen:
-        note(f"{operation} {effect or meaning.effect}")
-        session.write_records(app, chosen[:5], now_ms, err=True)
+        _note(f"{operation} {effect or meaning.effect}")
+        _write_records(app, chosen[:5], now_ms, err=True)
     why = {"held": "its owner is live (--force, with a --reason).", "skip": meaning.refusal}
     for word, count in Counter(word for word, _ in verdicts if word not in done).items():
-        note(f"{count:,} left alone: {why[word]}")
+        _note(f"{count:,} left alone: {why[word]}")
     return chosen
 
 
 def _execute(
-    app: Celery, request: OperationRequest, records: Sequence[Record], *, left: int, as_json: bool
+    app: Celery, request: OperationRequest, records: Sequence[Record], *, left: int
 ) -> None:
-    """Operate on one record after the other, and end with the exit code; ``left`` were left alone before."""
+    """Change one record after the other, and end with the exit code; ``left`` were left alone before."""
     counts: Counter[Outcome] = Counter()
     total, done = len(records), OPERATIONS[request.operation].done
-    try:
-        for record, outcome, text in operate_on_each(app, request, records):
-            counts[outcome] += 1
-            about = session.object_of(app, record, record.updated_ms)
-            about |= {"operation": request.operation, "outcome": outcome.name.lower()}
-            write(as_json, about, f"{record.identity}: {text}")
-    except KeyboardInterrupt:
-        note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
-        raise Exit(FOUND) from None
+    for record, outcome, text in operations.operate_on_each(app, request, records):
+        counts[outcome] += 1
+        about = _object_of(app, record, record.updated_ms)
+        about |= {"operation": request.operation, "outcome": outcome.name.lower()}
+        _write(about, f"{record.identity}: {text}")
     parts = [
         (counts[Outcome.DONE], done),
         (counts[Outcome.UNSENT], "queued and not published yet"),
@@ -333,7 +434,7 @@ def _execute(
         (counts[Outcome.UNKNOWN], "unknown: the store did not answer"),
         (total - counts.total(), "not tried: run it again"),
     ]
-    note(", ".join(f"{number:,} {text}" for number, text in parts if number) + ".")
+    _note(", ".join(f"{number:,} {text}" for number, text in parts if number) + ".")
     if counts[Outcome.UNKNOWN]:
         raise Exit(UNREACHABLE)
     if left or counts.total() > counts[Outcome.DONE]:
@@ -343,73 +444,68 @@ def _execute(
 for _operation, _meaning in OPERATIONS.items():
     _example = f"{_operation} order-17 --task shop.charge --reason 'ticket 4711'"
     _params, _also, _examples = _ON_ONE, "", [f"{_example} --value '17.50'"]
-    if _operation in ON_MANY:
+    if _operation in operations.ON_MANY:
         _all = f"{_operation} --all --task shop.charge --state stale --before 10m"
         _params, _also, _examples = _ON_MANY, ", or all that are selected", [_example, _all]
-    _help = _HELP.format(_operation.capitalize(), _also, _meaning.effect)
-    _made = command(_operation, *_examples, params=_params, text=_help)
-    _made(partial(_operate, operation=_operation))
+    _made = partial(_operate, operation=_operation)
+    _made.__doc__ = _HELP.format(_operation.capitalize(), _also, _meaning.effect)
+    _command(*_examples, params=_params)(_made)
 
 
-# -- upkeep ------------------------------------------------------------------------------------------------------------
-
-_LIMIT = session.number("limit", 10_000, "Records in one step.")
+_LIMIT = _number(["--limit"], default=10_000, help="At most this many records in one step.")
 
 
-@command("sweep", "sweep", params=[_LIMIT])
-def _sweep(app: Celery, limit: int, as_json: bool) -> None:
-    """Do what beat asks for every idempotency_sweep_interval, once, now.
+@_command("sweep", params=[_LIMIT])
+def _sweep(app: Celery, limit: int) -> None:
+    """Run one sweep now, as beat does every idempotency_sweep_interval.
 
     Stale records are interrupted, failed or requeued, as their tasks say; records past their retention are deleted; the
-    outbox is sent. Safe beside other sweeps.
+    outbox is sent. Other sweeps may run at the same time.
     """
-    session.store_of(app)
+    load_tasks(app)
     counts = sweep(app, limit=limit)
-    write(as_json, counts, ", ".join(f"{name} {value}" for name, value in counts.items()) + ".")
+    _write(counts, ", ".join(f"{name} {value}" for name, value in counts.items()) + ".")
     if counts["more"]:
-        note("There is more to do: run it again.")
+        _note("There is more to do: run it again.")
 
 
-@command("prune", "prune", params=[_LIMIT])
-def _prune(app: Celery, limit: int, as_json: bool) -> None:
+@_command("prune", params=[_LIMIT])
+def _prune(app: Celery, limit: int) -> None:
     """Delete all records that are past their retention, in steps of --limit.
 
-    Redis expires records; there this deletes only their entries in the indexes.
+    Redis expires records itself: there only their entries in the indexes are deleted.
     """
-    store, pruned = session.store_of(app), 0
+    store, pruned = get_store(app), 0
     while (count := store.prune(limit=limit)) > 0:
         pruned += count
-    write(as_json, {"pruned": pruned}, f"{pruned:,} deleted.")
+    _write({"pruned": pruned}, f"{pruned:,} deleted.")
 
 
-@command(
-    "check",
+@_command(
     "check",
     "check --health",
-    params=[Option(["--health"], is_flag=True, help="Is all well right now? For orchestrators.")],
+    params=[_flag(["--health"], help="Check the health instead, as orchestrators do.")],
 )
-def _check(app: Celery, health: bool, as_json: bool) -> None:
-    """Check how the app and its store are set up.
+def _check(app: Celery, health: bool) -> None:
+    """Check the settings of the app and of its store.
 
     Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
     answer.
 
-    --health checks no settings, but: does the store answer, did a sweep end within three intervals, has no message
-    waited in the outbox for over a minute? It prints JSON.
+    --health checks instead that the store answers, that a sweep ended within the last three intervals, and that no
+    message has waited in the outbox for over a minute. It prints JSON.
     """
     if health:
-        alias, waits = (store := session.store_of(app)).outbox_alias, None
-        if alias is not None:
-            outbox = import_module("celery_idempotent.django.outbox")
-            waits = outbox.oldest_ms(using=alias)
-        about = story.check_health(app, store, outbox_ms=waits)
-        write(True, about, "")
+        store = get_store(app)
+        outbox = store.outbox_alias and import_module("celery_idempotent.django.outbox")
+        waits = outbox.oldest_ms(using=store.outbox_alias) if outbox else None
+        _write(about := story.check_health(app, store, outbox_ms=waits))
         raise Exit(0 if about["well"] else FOUND)
     found = check(app)
     for each in found:
         about = asdict(each) | {"level": each.level}
-        write(as_json, about, f"{each.problem} {each.hint}", indent=f"{each.id}  ")
+        _write(about, f"{each.problem} {each.hint}", indent=f"{each.id}  ")
     if not found:
-        note("Nothing found.")
+        _note("Nothing found.")
     codes = {UNREACHABLE if each.id == "E006" else FOUND for each in found}
     raise Exit(max(codes, default=0))

@@ -24,10 +24,11 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, Headers, RequestRefused, pack_response
 from celery_idempotent.http.guard import Guard, RequestRun
-from celery_idempotent.http.options import HTTP_NAMESPACE, METHODS, HttpOptions, RequestFunction
+from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction
 from celery_idempotent.keys.fingerprints import NoFormError, form
 from celery_idempotent.keys.stamp import is_text
 from celery_idempotent.protocol.options import accept_if, flag, option, read_options
+from celery_idempotent.records import HTTP_NAMESPACE
 from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:

@@ -19,9 +19,6 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 
-#: The namespace of the keys of all guarded views.
-HTTP_NAMESPACE: Final = "http"
-
 #: The methods that need a key; the others have no effect to repeat.
 METHODS: Final = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from celery_idempotent.cli import idempotency
-from celery_idempotent.cli.session import FOUND, UNREACHABLE
+from celery_idempotent.cli.commands import FOUND, UNREACHABLE
 from tests.support.paths import ROOT
 from tests.support.workers import child_environment
 
@@ -84,7 +84,7 @@ def test_the_command_line_starts_without_django_and_without_importing_its_comman
     program = (
         "import sys; sys.modules['django'] = None\n"
         "import celery_idempotent.cli\n"
-        "assert 'celery_idempotent.cli.session' not in sys.modules\n"
+        "assert 'celery_idempotent.cli.commands' not in sys.modules\n"
         "from click.testing import CliRunner\n"
         "done = CliRunner().invoke(celery_idempotent.cli.idempotency, ['forget', '--help'])\n"
         "assert done.exit_code == 0, done.output\n"

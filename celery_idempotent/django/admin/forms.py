@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from django import forms
 
 from celery_idempotent.celery.finding import scopes_of, select
+from celery_idempotent.celery.operations import Operation
+from celery_idempotent.celery.story import value_from_json
+from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.records import Selection, State, Stored
+from celery_idempotent.records import Identity, Selection, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -77,10 +79,7 @@ class FilterForm(forms.Form):
 
 
 class OperationForm(forms.Form):
-    """The question about an operation; ``force`` is asked where a record has a live owner.
-
-    ``read`` makes a value of a text, for an operation that takes one.
-    """
+    """The question about an operation: ``value`` only to complete, ``force`` only if a record has a live owner."""
 
     value = forms.CharField(label="Value, in JSON", widget=forms.Textarea(attrs={"rows": 3}))
     force = forms.BooleanField(required=False, label="Also if the owner is live")
@@ -89,18 +88,18 @@ class OperationForm(forms.Form):
     )
 
     def __init__(
-        self, data: QueryDict | None = None, *, live: bool, read: Callable[[str], Stored] | None
+        self, operation: Operation, identity: Identity, data: QueryDict | None = None, *, live: bool
     ) -> None:
         super().__init__(data)
-        self._read = read
-        for name, wanted in {"value": read, "force": live}.items():
+        self._identity = identity
+        for name, wanted in {"value": operation == "complete", "force": live}.items():
             if not wanted:
                 del self.fields[name]
 
-    def clean_value(self) -> Stored | None:
+    def clean_value(self) -> Stored:
         """Return the value as the task would write it."""
         try:
-            return self._read(self.cleaned_data["value"]) if self._read else None
+            return value_from_json(celery_app(), self._identity, self.cleaned_data["value"])
         except ValueError as error:
             raise forms.ValidationError(str(error)) from None
 

@@ -22,8 +22,8 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
 
-from celery_idempotent.celery.definition import definition_of, definitions
-from celery_idempotent.celery.finding import find, look, task_name
+from celery_idempotent.celery.definition import definition_of
+from celery_idempotent.celery.finding import find, look, namespaces, select, task_name
 from celery_idempotent.celery.operations import (
     ON_MANY,
     OPERATIONS,
@@ -41,7 +41,6 @@ from celery_idempotent.celery.story import (
     tell_absence,
     tell_story,
     time_in_words,
-    value_from_json,
 )
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
@@ -50,8 +49,7 @@ from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.http.options import HTTP_NAMESPACE
-from celery_idempotent.records import Identity, Page, Record, Selection, State, Stored, moment
+from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, State, moment
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
 
@@ -238,8 +236,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
-        ours = sorted(each.identifier.namespace for each in definitions(app, load=True))
-        tasks = [HTTP_NAMESPACE, *ours]
+        tasks = namespaces(app)
         page, rows, chosen, more = None, [], {}, ""
         if form.is_valid():
             chosen = form.chosen()
@@ -289,8 +286,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return self._render(request, "message", missing, status=404)
         may_see = self._may(request, "view_result")
         value = show_value(app, record) if may_see and record.state.settled else ""
-        same_key = Selection(keys=frozenset({identity.key}))
-        others = look(store, same_key, seconds=ELSEWHERE_SECONDS)
+        others = look(store, select(app, {"key": identity.key}), seconds=ELSEWHERE_SECONDS)
         context = {
             "title": "Idempotency record",
             "subtitle": str(identity),
@@ -359,7 +355,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return _back_with(request, back, f"Select at most {most} records.")
         if not post.get("confirmed"):
             return self._question(request, operation, marks, back)
-        form = OperationForm(post, live=True, read=_reader(operation, marks))
+        form = OperationForm(operation, marks[0].identity, post, live=True)
         if not form.is_valid():
             return self._question(request, operation, marks, back, form)
         _execute(request, operation, marks, form.cleaned_data)
@@ -395,7 +391,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "dangerous": any(_is_dangerous(operation, row.record) for row in apply),
             "left": len(skip),
             "one": len(rows) == 1,
-            "form": form or OperationForm(live=bool(held), read=_reader(operation, marks)),
+            "form": form or OperationForm(operation, marks[0].identity, live=bool(held)),
         }
         return self._render(request, "operation", context, status=400 if form else 200)
 
@@ -431,13 +427,6 @@ def _read_marks(texts: Iterable[str]) -> list[Record]:
     except ValueError as error:
         raise BadRequest("This record is not in the list.") from error
     return list(found.values())
-
-
-def _reader(operation: Operation, marks: Sequence[Record]) -> Callable[[str], Stored] | None:
-    """Return what makes a value of a text, for an operation that takes one."""
-    if operation in ON_MANY:
-        return None
-    return functools.partial(value_from_json, celery_app(), marks[0].identity)
 
 
 def _execute(

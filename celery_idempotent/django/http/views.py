@@ -31,8 +31,9 @@ from celery_idempotent.django.http.responses import pack_response, response_of, 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import Guard, RequestRun, to_the_end
-from celery_idempotent.http.options import HTTP_NAMESPACE, METHODS
+from celery_idempotent.http.options import METHODS
 from celery_idempotent.http.requests import http_identity, read_key
+from celery_idempotent.records import HTTP_NAMESPACE
 from celery_idempotent.stores import get_store
 
 #: A view function, or a method that handles requests.
