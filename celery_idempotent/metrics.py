@@ -1,6 +1,6 @@
 """Metrics for Prometheus: outcomes from our signals, and gauges that ask the store when they are scraped.
 
-docs/operating.md lists them, and has a worker serve them. Counter and histogram belong to this process (with
+docs/operating.md lists them, with a worker that serves them. Counter and histogram belong to this process (with
 PROMETHEUS_MULTIPROC_DIR, to all children of a worker), the gauges to the store.
 """
 
@@ -39,7 +39,7 @@ LOOK_AT: Final = 500
 
 @cache
 def install(registry: CollectorRegistry = REGISTRY) -> None:
-    """Count and time outcomes in this process and those that it forks; call it where the app is made."""
+    """Count and time outcomes in this process and its forks; call it where the app is made."""
     counter = Counter(
         "celery_idempotency_outcomes",
         "Outcomes of tasks, requests and records; observed=true: what would have happened, in mode observe.",
@@ -78,11 +78,11 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; if the store does not answer, only ``store_up`` with 0."""
-        gauges = list[GaugeMetricFamily]()
         try:
             gauges = list(self._ask())
         except IdempotencyError as error:
-            logger.warning("idempotency: metrics without those of the store: %s", error)
+            gauges = []
+            logger.warning("idempotency: the store's metrics are missing from a scrape: %s", error)
         yield GaugeMetricFamily(
             "celery_idempotency_store_up",
             "1 if the store answered this scrape; else 0, and the metrics below are missing.",
@@ -91,7 +91,7 @@ class StoreCollector(Collector):
         yield from gauges
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Yield nothing: registering a collector must not ask the store."""
+        """Yield nothing, so that the registration of a collector does not ask the store."""
         return iter(())
 
     def _ask(self) -> Iterator[GaugeMetricFamily]:

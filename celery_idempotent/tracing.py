@@ -20,7 +20,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Write outcomes to the current span, in this process and those that it forks. Calling it again changes nothing."""
+    """Write outcomes to the current span, in this process and its forks. Calling it again changes nothing."""
     for name, outcome in OUTCOMES.items():
         outcome.connect(_note, weak=False, dispatch_uid=f"{__name__}.{name}")
 

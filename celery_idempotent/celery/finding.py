@@ -54,18 +54,15 @@ def look(
     enough: float = math.inf,
     seconds: float = math.inf,
 ) -> Page:
-    """Return several pages, of ``limit`` records at most, as one with ``enough`` records.
+    """Read pages of ``limit`` records until there are ``enough``, or for so many ``seconds``; return them as one.
 
-    ``task_id``: of the records selected but for their keys, those of this task or of such a key.
+    ``task_id``: only the records of this task.
     """
     found: dict[Identity, Record] = {}
     looked_at, give_up = 0, monotonic() + seconds
-    listed = replace(selection, keys=frozenset()) if task_id else selection
     while True:
-        page = store.list(listed, cursor=cursor, limit=limit, look_at=LOOK_AT)
-        for each in page.records:
-            if not task_id or each.task_id == task_id or each.identity.key in selection.keys:
-                found[each.identity] = each
+        page = store.list(selection, cursor=cursor, limit=limit, look_at=LOOK_AT)
+        found |= {each.identity: each for each in page.records if task_id in ("", each.task_id)}
         looked_at, cursor = looked_at + page.looked_at, page.cursor
         if not cursor or len(found) >= enough or monotonic() > give_up:
             return replace(page, records=tuple(found.values()), looked_at=looked_at)

@@ -70,7 +70,7 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
     "complete": Meaning(
         "completed",
         "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
-        "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
+        "only an unfinished or FAILED record of a task of this app can be completed: forget a COMPLETED one first.",
         frozenset(State) - {State.COMPLETED},  # whose value somebody may have got
         State.COMPLETED,
     ),
@@ -169,11 +169,11 @@ def operate(
     """
     if (request.operation == "complete") is (request.value is None):
         raise ValueError("complete needs a value, and no other operation takes one")
-    store, meaning = get_store(app), OPERATIONS[request.operation]
+    store = get_store(app)
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):
         return Outcome.CHANGED
-    if not meaning.applies(record):
+    if not OPERATIONS[request.operation].applies(record):
         return Outcome.CHANGED
     live = is_live(record, store.now_ms())
     if live and not request.force:
@@ -184,8 +184,7 @@ def operate(
     finally:
         if outcome is not Outcome.CHANGED:
             _audit(identity, request, outcome, live)
-    if outcome is not Outcome.CHANGED:
-        heartbeat.start()  # which writes the counters
+            heartbeat.start()  # which writes the counters
     return outcome
 
 

@@ -7,10 +7,11 @@ from django.db import models
 from celery_idempotent.django.fields import ShortBinaryField, UnfinishedIndex
 
 
-class Record(models.Model):
+class IdempotencyRecord(models.Model):
     """One key: a row from its first claim until a prune finds it past its retention.
 
-    A renewal changes no column that is indexed, so PostgreSQL updates the row in place.
+    A renewal changes no column that is indexed, so PostgreSQL updates the row in place. The admin shows the records of
+    every store under the name of this model, and guards its pages by the permissions.
     """
 
     #: Of namespace, scope and key: the start of the SHA-256.
@@ -47,8 +48,27 @@ class Record(models.Model):
     value = models.BinaryField(null=True)
 
     class Meta:
-        default_permissions = ()
+        db_table = "celery_idempotent_record"
+        verbose_name = "idempotency record"
         indexes = (UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished"),)
+        default_permissions = ("view",)
+        permissions = (
+            ("view_result", "Can see results and errors of idempotency records"),
+            ("release_record", "Can release idempotency records"),
+            ("requeue_record", "Can requeue idempotency records"),
+            ("complete_record", "Can complete idempotency records"),
+            ("fail_record", "Can fail idempotency records"),
+            ("forget_record", "Can forget idempotency records"),
+        )
+
+
+class Outcomes(IdempotencyRecord):
+    """The charts' entry in the index of the admin."""
+
+    class Meta:
+        proxy = True
+        default_permissions = ()
+        verbose_name_plural = "outcomes by hour"
 
 
 class Mark(models.Model):
@@ -114,32 +134,3 @@ class OutboxMessage(models.Model):
         verbose_name = "staged message"
         # A table that is empty most of the time: an index on a column that changes costs nothing here.
         indexes = (models.Index(fields=("due_ms",), name="idem_outbox_due"),)
-
-
-class IdempotencyRecord(models.Model):
-    """A record of whatever store, for the admin: it has no table, but permissions and a place in the index."""
-
-    #: Namespace, scope and key, see :mod:`celery_idempotent.django.admin.audit`.
-    name = models.TextField(primary_key=True)
-
-    class Meta:
-        managed = False
-        verbose_name = "idempotency record"
-        default_permissions = ("view",)
-        permissions = (
-            ("view_result", "Can see results and errors of idempotency records"),
-            ("release_record", "Can release idempotency records"),
-            ("requeue_record", "Can requeue idempotency records"),
-            ("complete_record", "Can complete idempotency records"),
-            ("fail_record", "Can fail idempotency records"),
-            ("forget_record", "Can forget idempotency records"),
-        )
-
-
-class Outcomes(IdempotencyRecord):
-    """The charts' entry in the index of the admin."""
-
-    class Meta:
-        proxy = True
-        default_permissions = ()
-        verbose_name_plural = "outcomes by hour"

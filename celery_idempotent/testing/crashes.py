@@ -41,8 +41,8 @@ _SHORT_LEASE_S = 1.0
 class KilledAt:
     """A kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
 
-    ``effects`` is what there was after the second delivery, which ended in ``state``. ``verdict`` is ``ok``,
-    ``doubled``, ``lost``, ``differs`` or ``failed``.
+    ``effects`` and ``state`` are those after the second delivery. ``verdict`` is ``ok``, ``doubled``, ``lost``,
+    ``differs`` or ``failed``.
     """
 
     line: int
@@ -72,12 +72,10 @@ class CrashReport:
         rows += [("-", _AFTER, "after the run, before the acknowledgement")]
         lines = [f"{self.task}, killed after each line; without a kill: {self.expected!r}"]
         for number, line, text in rows:
-            verdict, found = "", ""
-            for place in self.places:
-                if place.line == line and verdict in {"", "ok"}:
-                    verdict = place.verdict
-                    if verdict != "ok":
-                        verdict, found = verdict.upper(), f"    <- {place.effects!r}, {place.state}"
+            killed = [place for place in self.places if place.line == line]
+            verdict, found = "ok" if killed else "", ""
+            if bad := next((place for place in killed if place.verdict != "ok"), None):
+                verdict, found = bad.verdict.upper(), f"    <- {bad.effects!r}, {bad.state}"
             lines.append(f"{verdict:>8} {number:>4}  {text}{found}".rstrip())
         return "\n".join(lines)
 
@@ -116,7 +114,8 @@ def crash_matrix(
             raise AssertionError(f"{task.name} did not end without a kill: {first.trouble}")
         expected, state = effects(name), first.delivery.state
         if expected == before:
-            raise AssertionError(f"effects() sees nothing of a run of {task.name}: {before!r}")
+            text = f"effects() returns {before!r} before and after a run of {task.name}."
+            raise AssertionError(f"{text} It must return what the run changes.")
         # The last events are the return and the end of the run.
         lines = [_BEFORE, *first.lines[:-2], _AFTER]
         killed = [(line, *begin()) for line in lines]
@@ -218,7 +217,7 @@ def _run_and_kill(
         from celery_idempotent.django.transactions import close_before_fork
 
         close_before_fork()
-    store, body = get_store(task.app), _body_of(task)
+    store = get_store(task.app)
     here, there = Pipe()
     with warnings.catch_warnings():
         # From Python 3.12 on: another thread may hold a lock. Celery and we make our locks anew in a child.
@@ -227,7 +226,7 @@ def _run_and_kill(
     if child == 0:
         try:
             here.close()
-            _Child(there, task, body, kill).deliver(message, redelivered)
+            _deliver_and_die(there, task, message, redelivered, kill)
         finally:
             os._exit(1)
     there.close()
@@ -249,50 +248,48 @@ def _body_of(task: AnyTask) -> CodeType:
     return code
 
 
-class _Child:
-    """The forked process: it delivers a message, and at the chosen place reports to its parent and dies."""
+def _deliver_and_die(
+    parent: Connection, task: AnyTask, message: Message, redelivered: bool, kill: object
+) -> None:
+    """Deliver a message in the forked process; report to the parent and die at the chosen place, or at the end."""
+    body, ended = _body_of(task), _ProcessEnd()
+    last = max((line for _, _, line in body.co_lines() if line is not None), default=0)
 
-    def __init__(self, parent: Connection, task: AnyTask, body: CodeType, kill: object) -> None:
-        self.parent, self.task, self.body, self.kill = parent, task, body, kill
-        self.ended = _ProcessEnd()
-        self.last = max((line for _, _, line in body.co_lines() if line is not None), default=0)
-
-    def deliver(self, message: Message, redelivered: bool) -> None:
-        sys.settrace(self.trace)
+    def die() -> None:
+        sys.settrace(None)
+        if isinstance(store := get_store(task.app), MemoryStore):
+            ended.records = dict(store.records), store.highest_token
         try:
-            delivery = deliver_message(self.task, message, redelivered=redelivered)
-        except BaseException as error:  # noqa: BLE001  the parent reports it
-            self.ended.trouble = repr(error)
-        else:
-            self.reach(_AFTER)
-            self.ended.delivery = delivery
-        self.die()
+            parent.send(ended)
+        except Exception:  # noqa: BLE001  pickle raises anything
+            if ended.delivery:
+                ended.delivery = Delivery(ended.delivery.state, repr(ended.delivery.value))
+            parent.send(ended)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def trace(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
-        """Note each line of the body, or of a function that is written in it: for ``sys.settrace``."""
-        code, body = frame.f_code, self.body
-        first = code.co_firstlineno
-        if code.co_filename != body.co_filename or not body.co_firstlineno <= first <= self.last:
+    def reach(line: int) -> None:
+        if kill in (("event", len(ended.lines)), ("line", line)):
+            die()
+        ended.lines.append(line)
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        # Of the body, and of functions that are written in it.
+        code = frame.f_code
+        is_inside = body.co_firstlineno <= code.co_firstlineno <= last
+        if code.co_filename != body.co_filename or not is_inside:
             return None
         if event == "line":
-            self.reach(frame.f_lineno)
+            reach(frame.f_lineno)
         elif event == "return" and code is body:
-            self.reach(_RETURN)
-        return self.trace
+            reach(_RETURN)
+        return trace
 
-    def reach(self, line: int) -> None:
-        if self.kill in (("event", len(self.ended.lines)), ("line", line)):
-            self.die()
-        self.ended.lines.append(line)
-
-    def die(self) -> None:
-        sys.settrace(None)
-        if isinstance(store := get_store(self.task.app), MemoryStore):
-            self.ended.records = dict(store.records), store.highest_token
-        try:
-            self.parent.send(self.ended)
-        except Exception:  # noqa: BLE001  pickle raises anything
-            if ended := self.ended.delivery:
-                self.ended.delivery = Delivery(ended.state, repr(ended.value))
-            self.parent.send(self.ended)
-        os.kill(os.getpid(), signal.SIGKILL)
+    sys.settrace(trace)
+    try:
+        delivery = deliver_message(task, message, redelivered=redelivered)
+    except BaseException as error:  # noqa: BLE001  the parent reports it
+        ended.trouble = repr(error)
+    else:
+        reach(_AFTER)
+        ended.delivery = delivery
+    die()

@@ -58,7 +58,8 @@ def database(project: None) -> Iterator[None]:
 
     from celery_idempotent.django import models
 
-    for model in (LogEntry, Session, User, models.Record, models.Counter, models.Mark):
+    tables = (models.IdempotencyRecord, models.Counter, models.Mark)
+    for model in (LogEntry, Session, User, *tables):
         model._default_manager.all().delete()
 
 

@@ -186,7 +186,7 @@ class TestCrashMatrix:
         def private(self: Any, order: str) -> None:
             charges.append(order)
 
-        with pytest.raises(AssertionError, match=r"sees nothing of a run of shop\.private"):
+        with pytest.raises(AssertionError, match=r"before and after a run of shop\.private"):
             crash_matrix(
                 task(private), arguments=lambda name: [name], effects=lambda _: len(charges)
             )

@@ -42,9 +42,6 @@ def _content_type() -> ContentType:
     return ContentType.objects.get_for_model(IdempotencyRecord)
 
 
-# -- names of records -------------------------------------------------------------------------------------------------
-
-
 def unparse(identity: Identity) -> str:
     """Return the identity as one text."""
     parts = [identity.namespace, identity.scope, identity.key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from celery_idempotent.celery.story import SERIES
@@ -27,8 +26,7 @@ class Bar(NamedTuple):
     title: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class Chart(NamedTuple):
     """The outcomes of a task by hour, and their sums by series, also in words."""
 
     task: str

@@ -7,12 +7,12 @@ operated on only if it is still as it was shown.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.contrib import admin, messages
 from django.contrib.admin.utils import quote, unquote
@@ -22,26 +22,9 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
 
+from celery_idempotent.celery import finding, operations, story
 from celery_idempotent.celery.definition import definition_of
-from celery_idempotent.celery.finding import find, look, namespaces, select, task_name
-from celery_idempotent.celery.operations import (
-    ON_MANY,
-    OPERATIONS,
-    Operation,
-    OperationRequest,
-    Outcome,
-    Verdict,
-    offered,
-    operate_on_each,
-    verdict,
-)
-from celery_idempotent.celery.story import (
-    show_value,
-    sweeps_of,
-    tell_absence,
-    tell_story,
-    time_in_words,
-)
+from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.charts import HOURS, charts
@@ -63,8 +46,6 @@ else:
 
 logger = logging.getLogger(__name__)
 
-PageView = TypeVar("PageView", bound=Callable[..., HttpResponse])
-
 #: The records of a page.
 PER_PAGE = 50
 
@@ -75,7 +56,7 @@ _ASKED, _SUGGESTED = 30, 200
 LOOK_SECONDS, ELSEWHERE_SECONDS = 5.0, 0.2
 
 #: What an operation does to a record, in the order of a question.
-_VERDICTS: dict[Verdict, str] = {
+_VERDICTS: dict[operations.Verdict, str] = {
     "apply": "Will be {0.done}.",
     "held": "Left alone unless forced: its owner is live.",
     "skip": "Left alone: {0.refusal}",
@@ -106,7 +87,7 @@ def _outbox_alias() -> str | None:
 
 
 class OutcomesAdmin(ReadOnlyAdmin):
-    """Leads from the index to the charts."""
+    """Redirects from the index to the charts."""
 
     def changelist_view(self, request: HttpRequest, extra_context: object = None) -> HttpResponse:  # noqa: ARG002
         """Go to the charts."""
@@ -151,28 +132,9 @@ class Row(NamedTuple):
     owner: str
     age: str
     mark: str
-    verdict: Verdict | None = None
+    verdict: operations.Verdict | None = None
     text: str = ""
     why: str = ""
-
-
-def _guarded(view: PageView) -> PageView:
-    """Show a view to those who may see records; if the store does not answer, say so."""
-
-    @functools.wraps(view)
-    def look_after(
-        self: IdempotencyRecordAdmin, request: HttpRequest, *args: object, **kwargs: object
-    ) -> HttpResponse:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        try:
-            return view(self, request, *args, **kwargs)
-        except IdempotencyError as error:
-            logger.warning("idempotency: a page of the admin cannot be shown: %s", error)
-            context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
-            return self._render(request, "message", context, status=503)
-
-    return cast("PageView", look_after)
 
 
 class IdempotencyRecordAdmin(ReadOnlyAdmin):
@@ -180,17 +142,31 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
 
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
-        views: dict[str, tuple[str, Any]] = {
+        views: dict[str, tuple[str, Callable[..., HttpResponse]]] = {
             "changelist": ("", self.list_view),
             "charts": ("charts/", self.charts_view),
             "operation": ("operation/", self.operation_view),
             "change": ("<path:object_id>/change/", self.record_view),
         }
         prefix = f"{self.opts.app_label}_{self.opts.model_name}"
+        guard = self.admin_site.admin_view
         return [
-            path(route, self.admin_site.admin_view(view), name=f"{prefix}_{name}")
+            path(route, guard(partial(self._serve, view)), name=f"{prefix}_{name}")
             for name, (route, view) in views.items()
         ]
+
+    def _serve(
+        self, view: Callable[..., HttpResponse], request: HttpRequest, **kwargs: str
+    ) -> HttpResponse:
+        """Show a page to those who may see records; if the store does not answer, say so."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        try:
+            return view(request, **kwargs)
+        except IdempotencyError as error:
+            logger.warning("idempotency: a page of the admin cannot be shown: %s", error)
+            context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
+            return self._render(request, "message", context, status=503)
 
     def _may(self, request: HttpRequest, permission: str) -> bool:
         return request.user.has_perm(f"{self.opts.app_label}.{permission}")
@@ -224,19 +200,16 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             record=record,
             stale=record.stale(now_ms),
             address=self._address_of(record.identity),
-            task=task_name(app, record.identity),
+            task=finding.task_name(app, record.identity),
             owner=record.worker.partition("/")[0],  # the rest tells machines of one name apart
-            age=time_in_words(max(now_ms - record.updated_ms, 0)),
+            age=story.time_in_words(max(now_ms - record.updated_ms, 0)),
             mark=mark_of(record),
         )
 
-    # -- what there is -------------------------------------------------------------------------------------------------
-
-    @_guarded
     def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
-        tasks = namespaces(app)
+        tasks = finding.namespaces(app)
         page, rows, chosen, more = None, [], {}, ""
         if form.is_valid():
             chosen = form.chosen()
@@ -251,25 +224,21 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
                 for each in page.records
             ]
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
-        allowed = [each for each in ON_MANY if rows and self._may(request, f"{each}_record")]
+        is_absent = [*chosen] == ["key"] and not (rows or more)
         context = {
             "title": "Idempotency records",
-            "operations": allowed,
+            "operations": [n for n in operations.ON_MANY if self._may(request, f"{n}_record")],
             "operation_url": self._address("operation", **request.GET.dict()),
             "form": form,
+            "chosen": chosen,
             "listing": page,
             "rows": rows,
             "more": more,
             "tasks": tasks[:_SUGGESTED],
-            "started": bool(request.GET.get("cursor")),
-            "story": tell_absence(chosen["key"])
-            if [*chosen] == ["key"] and not (rows or more)
-            else None,
-            "filtered": bool(chosen),
+            "story": story.tell_absence(chosen["key"]) if is_absent else None,
         }
         return self._render(request, "list", context, status=200 if form.is_valid() else 400)
 
-    @_guarded
     def record_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Show one record, with the operations that apply to it."""
         app, identity = celery_app(), None
@@ -280,17 +249,19 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         if identity is None or record is None:
             missing: dict[str, object] = {
                 "title": "No such record",
-                "story": tell_absence(str(identity)) if identity else None,
+                "story": story.tell_absence(str(identity)) if identity else None,
                 "log": audit.log_entries(identity) if identity else [],
             }
             return self._render(request, "message", missing, status=404)
         may_see = self._may(request, "view_result")
-        value = show_value(app, record) if may_see and record.state.settled else ""
-        others = look(store, select(app, {"key": identity.key}), seconds=ELSEWHERE_SECONDS)
+        value = story.show_value(app, record) if may_see and record.state.settled else ""
+        same_key = finding.select(app, {"key": identity.key})
+        others = finding.look(store, same_key, seconds=ELSEWHERE_SECONDS)
+        elsewhere = [each for each in others.records if each.identity != identity]
         context = {
             "title": "Idempotency record",
             "subtitle": str(identity),
-            "story": tell_story(app, store, record, errors=may_see),
+            "story": story.tell_story(app, store, record, errors=may_see),
             "row": self._row(app, record, others.now_ms),
             "record": record,
             "identity": identity,
@@ -301,21 +272,16 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "error": _first_line(value) if record.state is State.FAILED else "",
             "operations": [
                 (each, _is_dangerous(each, record))
-                for each in offered(app, record)
+                for each in operations.offered(app, record)
                 if self._may(request, f"{each}_record")
             ],
             "operation_url": self._address("operation", one="1"),
-            "elsewhere": [
-                self._row(app, each, others.now_ms)
-                for each in others.records
-                if each.identity != identity
-            ],
+            "elsewhere": [self._row(app, each, others.now_ms) for each in elsewhere],
             "others": others,
             "log": audit.log_entries(identity),
         }
         return self._render(request, "record", context)
 
-    @_guarded
     def charts_view(self, request: HttpRequest) -> HttpResponse:
         """Show outcomes by task and hour, and whether sweeps run."""
         app = celery_app()
@@ -326,15 +292,12 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         context = {
             "title": "Outcomes of the last 24 hours",
             "states": [(name, f"{getattr(stats, name):,}") for name in names],
-            "sweeps": sweeps_of(app, store, stats)[1],
+            "sweeps": story.sweeps_of(app, store, stats)[1],
             "counts": store.supports_counting,
             "charts": charts(counted, last_hour=stats.now_ms // HOUR_MS),
         }
         return self._render(request, "charts", context)
 
-    # -- operations ----------------------------------------------------------------------------------------------------
-
-    @_guarded
     def operation_view(self, request: HttpRequest) -> HttpResponse:
         """Ask whether an operation is meant, on ``one`` record or on those ticked in the list, and do it."""
         post, back = request.POST, self._address("changelist", **request.GET.dict())
@@ -350,7 +313,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         if not marks:
             return _back_with(request, back, "No record selected. Nothing was done.")
-        most = PER_PAGE if operation in ON_MANY else 1
+        most = PER_PAGE if operation in operations.ON_MANY else 1
         if len(marks) > most:
             return _back_with(request, back, f"Select at most {most} records.")
         if not post.get("confirmed"):
@@ -378,7 +341,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return _back_with(request, back, f"Nothing was done. {rows[0].text}")
         effect = OPERATIONS[operation].effect
         if len(rows) == len(apply) == 1:
-            told = tell_story(app, get_store(app), apply[0].record, errors=False)
+            told = story.tell_story(app, get_store(app), apply[0].record, errors=False)
             effect = told.choices.get(operation, effect)  # with the risk of this record
         context = {
             "title": f"{operation.capitalize()}: are you sure?",
@@ -403,7 +366,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         elif mark_of(record) != mark_of(seen):
             text = "Left alone: it has changed since it was shown."
         else:
-            found = verdict(app, operation, record, now_ms)
+            found = operations.verdict(app, operation, record, now_ms)
             text = _VERDICTS[found].format(OPERATIONS[operation])
         return self._row(app, record or seen, now_ms)._replace(verdict=found or "skip", text=text)
 
@@ -433,15 +396,9 @@ def _execute(
     request: HttpRequest, operation: Operation, marks: Sequence[Record], given: Mapping[str, Any]
 ) -> None:
     """Operate on one record after the other, as far as the store answers, with a message for each outcome."""
-    wanted = OperationRequest(
-        operation,
-        who=request.user.get_username(),
-        reason=given["reason"],
-        force=given["force"],
-        value=given.get("value"),
-    )
+    wanted = OperationRequest(operation, who=request.user.get_username(), **given)
     done, untried = [], len(marks)
-    for mark, outcome, text in operate_on_each(celery_app(), wanted, marks):
+    for mark, outcome, text in operations.operate_on_each(celery_app(), wanted, marks):
         untried -= 1
         if outcome is Outcome.DONE:
             done.append(mark.identity)
@@ -468,7 +425,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     """
     store, chosen = get_store(app), form.cleaned_data
     selection = form.selection(app, store)
-    page = look(
+    page = finding.look(
         store,
         selection,
         cursor=chosen["cursor"],
@@ -478,7 +435,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     )
     records = list(page.records)
     if chosen["key"] and not chosen["cursor"]:
-        records += find(store, chosen["key"], selection, namespaces[:_ASKED])
+        records += finding.find(store, chosen["key"], selection, namespaces[:_ASKED])
     others = replace(selection, keys=frozenset())  # a task id is no key
     over = page.now_ms if chosen["state"] == "live" else -1  # no store looks for live records alone
     kept = {
@@ -504,7 +461,9 @@ def _why(app: Celery, record: Record, *, errors: bool) -> str:
     if record.state is not State.FAILED or not errors:
         return ""
     whole = get_store(app).get(record.identity)  # lists leave out values
-    return _first_line(show_value(app, whole)) if whole and whole.state is State.FAILED else ""
+    if whole is None or whole.state is not State.FAILED:
+        return ""
+    return _first_line(story.show_value(app, whole))
 
 
 def _first_line(text: str) -> str:

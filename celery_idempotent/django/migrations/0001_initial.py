@@ -39,7 +39,7 @@ class Migration(migrations.Migration):
             options={"default_permissions": ()},
         ),
         migrations.CreateModel(
-            name="Record",
+            name="IdempotencyRecord",
             fields=[
                 ("digest", ShortBinaryField(max_length=16, primary_key=True, serialize=False)),
                 ("namespace", models.CharField(max_length=255)),
@@ -60,10 +60,20 @@ class Migration(migrations.Migration):
                 ("value", models.BinaryField(null=True)),
             ],
             options={
-                "default_permissions": (),
+                "db_table": "celery_idempotent_record",
+                "verbose_name": "idempotency record",
                 "indexes": [
                     UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished")
                 ],
+                "default_permissions": ("view",),
+                "permissions": (
+                    ("view_result", "Can see results and errors of idempotency records"),
+                    ("release_record", "Can release idempotency records"),
+                    ("requeue_record", "Can requeue idempotency records"),
+                    ("complete_record", "Can complete idempotency records"),
+                    ("fail_record", "Can fail idempotency records"),
+                    ("forget_record", "Can forget idempotency records"),
+                ),
             },
         ),
         migrations.CreateModel(
@@ -106,23 +116,6 @@ class Migration(migrations.Migration):
                 "indexes": [
                     models.Index(fields=["due_ms"], name="idem_outbox_due"),
                 ],
-            },
-        ),
-        migrations.CreateModel(
-            name="IdempotencyRecord",
-            fields=[("name", models.TextField(primary_key=True, serialize=False))],
-            options={
-                "managed": False,
-                "verbose_name": "idempotency record",
-                "default_permissions": ("view",),
-                "permissions": (
-                    ("view_result", "Can see results and errors of idempotency records"),
-                    ("release_record", "Can release idempotency records"),
-                    ("requeue_record", "Can requeue idempotency records"),
-                    ("complete_record", "Can complete idempotency records"),
-                    ("fail_record", "Can fail idempotency records"),
-                    ("forget_record", "Can forget idempotency records"),
-                ),
             },
         ),
         migrations.CreateModel(

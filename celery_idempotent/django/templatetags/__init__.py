@@ -1,1 +1,1 @@
-"""What the templates of this app load."""
+"""What the templates of the admin load."""
