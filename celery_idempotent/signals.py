@@ -20,17 +20,18 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
-from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypedDict
 
 from celery.utils.dispatch import Signal
 
-from celery_idempotent.errors import STORE_ERRORS, IdempotencyError, InvalidOption
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -164,14 +165,9 @@ class Counters:
         self.counts: dict[Store, Counter[tuple[str, str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome; the heartbeat writes it in a few seconds, or the caller by :meth:`write`."""
-        counts = self.counts.get(store)
-        if counts is None:
-            if not store.supports_counting:
-                return
-            counts = self.counts.setdefault(store, Counter())
-        counts[task, outcome] += 1
+    def of(self, store: Store) -> Counter[tuple[str, str]]:
+        """Return the counts of one store, by task and outcome."""
+        return self.counts.setdefault(store, Counter()) if store.supports_counting else Counter()
 
     def beat(self) -> None:
         """Write the counts if it is time."""
@@ -211,61 +207,72 @@ class Details(TypedDict, total=False):
     line: Line
 
 
-_NO_DETAILS: Final[Details] = {}
+class _Reported(Protocol):
+    """What is reported: a run, or a :class:`Call`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sender(self) -> object: ...
+    @property
+    def store(self) -> Store | None: ...
+    @property
+    def identity(self) -> Identity | None: ...
+    @property
+    def task_id(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Reporter:
-    """Reports the outcomes of one task's calls, by its registered name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call without a run: ``sender`` is its task or view, ``store`` counts its outcomes."""
 
-    task: str
-    #: Returns the task or the view.
-    sender: Callable[[], object]
-    #: Returns the store that counts if a report does not name one.
-    store: Callable[[], Store]
+    name: str
+    sender: object
+    store: Store
+    identity: Identity | None = None
+    task_id: str = ""
 
-    def report(
-        self,
-        outcome: OutcomeSignal,
-        identity: Identity | None,
-        task_id: str = "",
-        record: Record | None = None,
-        details: Details = _NO_DETAILS,
-        *,
-        store: Store | None = None,
-        has_writer: bool = True,
-    ) -> None:
-        """Report one outcome; ``store`` spares a look into the app's settings.
 
-        Without ``has_writer`` the caller writes the counters: a worker's main process, which forks, has no thread.
-        """
-        if store is None:
-            with suppress(*STORE_ERRORS, InvalidOption):  # there may be none that could count
-                store = self.store()
-        if store is not None:
-            counters.add(store, self.task, outcome.counter)
-            if outcome is settled and details["state"] is State.FAILED:
-                counters.add(store, self.task, "failed")
-            if has_writer and not counters.has_writer:
-                counters.start_writer()
-        line = details.get("line")
-        if line is None:
-            line = outcome.observed if details.get("observed") else outcome.line
-            if outcome is claimed and record is not None and record.crashes:
-                line = _CLAIMED_AGAIN
-        logged = logger.isEnabledFor(line.level)
-        if not logged and not outcome.receivers:
-            return
-        known = {name: value for name, value in details.items() if name != "line"}
-        known["who"] = details.get("who") or worker_name(os.getpid())
-        event = Event(task=self.task, task_id=task_id, identity=identity, record=record, **known)  # type: ignore[arg-type]
-        if logged:
-            why = f": {event.reason}" if event.reason else ""
-            text = "idempotency: " + line.text.format(event=event, record=record, why=why)
-            extra = {f"idempotency_{name}": value for name, value in facts(outcome, event).items()}
-            logger.log(line.level, "%s", printable(text), extra=extra)
-        if outcome.receivers:
-            outcome.send(sender=self.sender(), event=event)
+def report(
+    call: _Reported,
+    outcome: OutcomeSignal,
+    record: Record | None = None,
+    *,
+    has_writer: bool = True,
+    **details: Unpack[Details],
+) -> None:
+    """Report one outcome: count it, log it, send it to its receivers.
+
+    Without ``has_writer`` the caller writes the counters: a worker's main process, which forks, has no thread.
+    """
+    store = call.store
+    if store is not None:
+        counts = counters.counts.get(store)
+        if counts is None:
+            counts = counters.of(store)
+        counts[call.name, outcome.counter] += 1
+        if outcome is settled and details["state"] is State.FAILED:
+            counts[call.name, "failed"] += 1
+        if has_writer and not counters.has_writer:
+            counters.start_writer()
+    line = details.pop("line", None)
+    if line is None:
+        line = outcome.observed if details.get("observed") else outcome.line
+        if outcome is claimed and record is not None and record.crashes:
+            line = _CLAIMED_AGAIN
+    logged = logger.isEnabledFor(line.level)
+    if not logged and not outcome.receivers:
+        return
+    details["who"] = details.get("who") or worker_name(os.getpid())
+    about: dict[str, Any] = {**details, "identity": call.identity, "record": record}
+    event = Event(task=call.name, task_id=call.task_id, **about)
+    if logged:
+        why = f": {event.reason}" if event.reason else ""
+        text = "idempotency: " + line.text.format(event=event, record=record, why=why)
+        extra = {f"idempotency_{name}": value for name, value in facts(outcome, event).items()}
+        logger.log(line.level, "%s", printable(text), extra=extra)
+    if outcome.receivers:
+        outcome.send(sender=call.sender, event=event)
 
 
 def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:

@@ -25,6 +25,7 @@ import time
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, partial
+from operator import attrgetter
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,8 @@ _AMBIGUOUS = (TypeError, ValueError, LookupError, AttributeError, NotImplemented
 _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
 
 
-def brings_callbacks(request: Context) -> bool:
-    """Does this request have links, errbacks, a chain or a chord?"""
-    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
+#: Reads the links, errbacks, chain and chord of a request.
+callbacks_of = attrgetter("callbacks", "errbacks", "chain", "chord")
 
 
 def chord_is_claimed(task: AnyTask, request: Context) -> bool:

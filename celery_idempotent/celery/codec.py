@@ -13,13 +13,12 @@ from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import EndState, State, Stored
+from celery_idempotent.records import Stored
 from celery_idempotent.serializers import (
     NotStored,
     Serializer,
     first_accepted,
     from_bytes,
-    log_not_kept,
     to_bytes,
 )
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskCodec:
-    """Values of one task; one that cannot be stored is left out, with a warning."""
+    """Values of one task; one that cannot be stored raises ``NotStored``."""
 
     def __init__(self, app: Celery, task: str, policy: Policy) -> None:
         conf = app.conf
@@ -50,24 +49,17 @@ class TaskCodec:
             return self._nothing
         if isinstance(value, ResultBase):
             value = value.as_tuple()  # type: ignore[attr-defined]  # of all results
-        return self._dump(value, State.COMPLETED)
+        return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
 
     @cached_property
-    def _nothing(self) -> Stored | None:
+    def _nothing(self) -> Stored:
         """The serialized ``None``, which most tasks return: kombu is slow."""
-        return self._dump(None, State.COMPLETED)
+        return self.dump_given(None)
 
-    def dump_error(self, error: BaseException) -> Stored | None:
+    def dump_error(self, error: BaseException) -> Stored:
         """Serialize an exception as the result backend would."""
         backend: Any = self._app.backend
-        return self._dump(backend.prepare_exception(error, self._serializer.name), State.FAILED)
-
-    def _dump(self, value: object, state: EndState) -> Stored | None:
-        try:
-            return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
-        except NotStored as problem:
-            log_not_kept(self._task, state, problem)
-        return None
+        return self.dump_given(backend.prepare_exception(error, self._serializer.name))
 
     def dump_given(self, value: object) -> Stored:
         """Serialize a result that a person gives, or raise ``NotStored``."""

@@ -16,7 +16,6 @@ import typing
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,6 @@ from celery_idempotent.keys.rules import Identifier, Validate
 from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol.options import KNOWN, Policy, read_task_options, refuse_unknown
 from celery_idempotent.settings import PREFIX, own_settings
-from celery_idempotent.signals import Reporter
-from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -43,11 +40,11 @@ logger = logging.getLogger(__name__)
 class Definition:
     """One task of one app."""
 
+    app: Celery
     name: str
     policy: Policy
     identifier: Identifier
     codec: TaskCodec
-    reporter: Reporter
     #: The task has a rule for its key, for its scope.
     keyed: bool
     scoped: bool
@@ -124,11 +121,11 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     first = next(each for each in behind if "__call__" in vars(each))
     signature = inspect.signature(object.__new__(task).run)
     return Definition(
+        app=app,
         name=name,
         policy=policy,
         identifier=Identifier(name, signature, validate=validation_of(task), **about),
         codec=TaskCodec(app, name, policy),
-        reporter=Reporter(name, lambda: app.tasks[name], partial(get_store, app)),
         keyed=about.get("key") is not None,
         scoped=about.get("scope") is not None,
         call_behind=None if first is Task else vars(first)["__call__"],

@@ -35,6 +35,7 @@ from celery_idempotent.protocol.run import COMPLETED, execute
 from celery_idempotent.records import EndState, Record, SettleRequest, State
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.opening import opened
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -69,9 +70,9 @@ class Delivery(republish.DeliveredRun):
         self, task: DefinedTask, definition: Definition, request: Any, args: Args, kwargs: Kwargs
     ) -> None:
         self.task, self.definition, self.request = task, definition, request
-        self.args, self.kwargs = args, kwargs
+        self.sender, self.args, self.kwargs = task, args, kwargs
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
-        self.reporter = definition.reporter
+        self.store = opened.get(definition.app)  # type: ignore[assignment]  # None: open_store() opens it
         self.worker = _prepare_process(os.getpid())
         task_id = request.id
         if not task_id:  # a direct call keeps its id; calls of run() itself share one request
@@ -80,8 +81,9 @@ class Delivery(republish.DeliveredRun):
         self.task_id = str(task_id)
         identified = self._identify()
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
-        self.has_callbacks = callbacks.brings_callbacks(request)
-        self.is_broadcast = identified.identity.by_task_id and republish.is_broadcast(request)
+        self.has_callbacks = any(callbacks.callbacks_of(request))
+        if not definition.keyed:
+            self.is_broadcast = self.identity.by_task_id and republish.is_broadcast(request)
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
         if request.is_eager:
@@ -227,15 +229,12 @@ class Delivery(republish.DeliveredRun):
 def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> object:
     """Run a delivery by the protocol; ``call_next``: the ``__call__`` of a base before ours, if one has it."""
     vars(run.request)[RUN] = run
-    callbacks.settled_run.set(None)
+    if callbacks.settled_run.get() is not None:
+        callbacks.settled_run.set(None)
     call = call_next or next_after_ours(run)
-
-    def with_copies() -> object:
-        # It may run again, or its message be published again: with the arguments as they were.
-        args, kwargs = copied(run.args, run.kwargs)
-        return call(*args, **kwargs)
-
-    body = with_copies if run.policy.atomic else partial(call, *run.args, **run.kwargs)
+    body = partial(call, *run.args, **run.kwargs)
+    if run.policy.atomic:
+        body = partial(_call_with_copies, call, run)
     try:
         while True:
             try:
@@ -245,6 +244,12 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
     finally:
         # They refer to each other, and would wait for the garbage collector.
         vars(run.request).pop(RUN, None)
+
+
+def _call_with_copies(call: Callable[..., object], run: Delivery) -> object:
+    # It may run again, or its message be published again: with the arguments as they were.
+    args, kwargs = copied(run.args, run.kwargs)
+    return call(*args, **kwargs)
 
 
 def delivery_of(request: object) -> Delivery | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app import trace
 
+from celery_idempotent.celery.callbacks import callbacks_of
 from celery_idempotent.records import ResultWrite, Stored
 from celery_idempotent.serializers import JSON, encode_json, is_kombus_json
 
@@ -37,12 +38,9 @@ _PREFIX = "idempotency_prefix"
 
 
 def _prefix_of(backend: Any, store: Store) -> bytes | None:
-    prefix: bytes | None
-    known, prefix = vars(backend).get(_PREFIX, (None, None))
-    if known is not store:
-        is_ours = _is_plain(backend) and store.stores_results_of(backend.client.connection_pool)
-        prefix = backend.get_key_for_task("id")[:-2] if is_ours else None
-        vars(backend)[_PREFIX] = store, prefix
+    if not (_is_plain(backend) and store.stores_results_of(backend.client.connection_pool)):
+        return None
+    prefix: bytes = backend.get_key_for_task("id")[:-2]
     return prefix
 
 
@@ -53,13 +51,16 @@ def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) ->
     # Without delivery_info it is not of a tracer: somebody pushed a request and called the task.
     if request.is_eager or request.ignore_result or not request.delivery_info:
         return None
-    if request.callbacks or request.errbacks or request.chain or request.chord:
+    if any(callbacks_of(request)):
         return None
     backend: Any = task.backend
-    if _is_ignored(task, request) or (prefix := _prefix_of(backend, store)) is None:
+    known, prefix = vars(backend).get(_PREFIX, (None, None))
+    if known is not store:
+        prefix = _prefix_of(backend, store)
+        vars(backend)[_PREFIX] = store, prefix
+    if prefix is None or _is_ignored(task, request):
         return None
-    key: bytes = prefix + request.id.encode()
-    expires_s = int(backend.expires or 0)
+    key, expires_s = prefix + request.id.encode(), int(backend.expires or 0)
     return ResultWrite(key=key, payload=_payload(request, value), expires_s=expires_s)
 
 

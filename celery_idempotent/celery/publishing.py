@@ -17,7 +17,7 @@ import logging
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run, release, run_in_progress
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, ReserveRequest, State
-from celery_idempotent.signals import Line
+from celery_idempotent.signals import Call, Line, report
 from celery_idempotent.stores import Store, get_store
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def _reserve_and_send(
 ) -> Result:
     """Reserve the key of a call and send it; return the first call's result if there was one."""
     store, identity, task_id = get_store(task.app), about.identity, options["task_id"]
-    report = partial(definition.reporter.report, store=store)
+    call = Call(name=definition.name, sender=task, store=store, identity=identity, task_id=task_id)
     request = ReserveRequest(
         identity=identity,
         fingerprint=about.fingerprint,
@@ -257,13 +257,12 @@ def _reserve_and_send(
     except IdempotencyError as error:
         # The worker's claim still guards the run: a second message does no harm.
         line = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
-        details: signals.Details = {"error": error, "line": line}
-        report(signals.store_failed, identity, task_id, None, details)
+        report(call, signals.store_failed, error=error, line=line)
         return send_call(**options)
     record = answer.record
     match answer:
         case Mismatched():
-            report(signals.mismatched, identity, task_id, record)
+            report(call, signals.mismatched, record)
             raise FingerprintMismatch(
                 f"{identity} belongs to task {record.task_id}, which was called with other arguments: a key "
                 "identifies one operation."
@@ -275,14 +274,15 @@ def _reserve_and_send(
             except BaseException:
                 release_reservation(store, record)
                 raise
-            report(signals.reserved, identity, record.task_id, record, {"state": State.QUEUED})
+            call = replace(call, task_id=record.task_id)
+            report(call, signals.reserved, record, state=State.QUEUED)
             return sent
         case Held(left_ms=0) if record.state is State.PROCESSING:
             # The lease ran out: the worker never came back, and with early acks the message is gone, too.
             _use_task_id(options, record.task_id)
         # An operator writes no result under the first id: then a worker answers this message from the record.
         case _ if record.state is not State.FAILED and not record.settled_by_operator:
-            report(signals.replayed, identity, task_id, record)
+            report(call, signals.replayed, record)
             return task.AsyncResult(record.task_id)
     return send_call(**options)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
@@ -24,9 +23,9 @@ from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
-from celery_idempotent.serializers import Serializer
+from celery_idempotent.serializers import NotStored, Serializer, log_not_kept
 from celery_idempotent.settings import names_of
-from celery_idempotent.signals import FAILED_WITHOUT_RUN, Details, Line, Reporter, counters
+from celery_idempotent.signals import FAILED_WITHOUT_RUN, Call, Details, Line, counters, report
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -65,9 +64,8 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     seconds = round(time.monotonic() - started, 4)
     level = logging.INFO if any(counts.values()) else logging.DEBUG
     line = Line(level, f"sweep {done} in {seconds:.3f} s")
-    reporter = Reporter(SWEEP, lambda: sender, lambda: store)
-    details: Details = {"count": counts["interrupted"], "line": line}
-    reporter.report(signals.swept, None, details=details, has_writer=False)
+    sweep_call = Call(name=SWEEP, sender=sender, store=store)
+    report(sweep_call, signals.swept, count=counts["interrupted"], line=line, has_writer=False)
     counters.write()
     kept = store.upkeep(app, limit=limit)
     store.note_sweep()
@@ -78,12 +76,12 @@ def report_record(
     app: Celery, outcome: signals.OutcomeSignal, record: Record, **details: Unpack[Details]
 ) -> None:
     """Report an outcome of a record without a run; the caller writes the counters."""
-    identity = record.identity
-    if definition := definition_of(app, identity.namespace):
-        reporter = definition.reporter
-    else:  # of a view, or of another app
-        reporter = Reporter(identity.namespace, lambda: None, partial(get_store, app))
-    reporter.report(outcome, identity, record.task_id, record, details, has_writer=False)
+    identity, store = record.identity, get_store(app)
+    definition = definition_of(app, identity.namespace)  # None: of a view, or of another app
+    name = definition.name if definition else identity.namespace
+    sender = app.tasks[name] if definition else None
+    call = Call(name=name, sender=sender, store=store, identity=identity, task_id=record.task_id)
+    report(call, outcome, record, has_writer=False, **details)
 
 
 def _time_out(app: Celery, record: Record) -> bool:
@@ -126,7 +124,11 @@ def end_record(
     if isinstance(end, IdempotencyError):
         state, kind = State.FAILED, type(end)
         about = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(end)}
-        end = definition.codec.dump_error(end) if definition else Serializer().dump(about)
+        try:
+            end = definition.codec.dump_error(end) if definition else Serializer().dump(about)
+        except NotStored as problem:
+            log_not_kept(record.identity, state, problem)
+            end = None
     request = SettleRequest(
         record=record,
         state=state,

@@ -19,7 +19,13 @@ from celery_idempotent.celery.definition import (
     definitions,
     is_celerys_own,
 )
-from celery_idempotent.celery.delivery import Delivery, deliver, delivery_of, next_after_ours
+from celery_idempotent.celery.delivery import (
+    RUN,
+    Delivery,
+    deliver,
+    delivery_of,
+    next_after_ours,
+)
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.sweep import install_sweep
 from celery_idempotent.celery.typed import Result, Sig
@@ -155,7 +161,7 @@ class IdempotentTask(DefinedTask):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         request: Any = self.request
-        run = delivery_of(request)
+        run = delivery_of(request) if RUN in vars(request) else None
         if run is not None and not run.reached_run:  # after the bases in front of this one
             return next_after_ours(run)(*args, **kwargs)
         definition = self._active or self.idempotency_definition()

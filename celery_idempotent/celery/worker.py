@@ -21,7 +21,7 @@ from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery import republish
-from celery_idempotent.celery.callbacks import OUTCOME, brings_callbacks
+from celery_idempotent.celery.callbacks import OUTCOME, callbacks_of
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.celery.sweep import report_record
 from celery_idempotent.keys.stamp import as_mapping
@@ -77,7 +77,7 @@ class Request(CeleryRequest):
         comes_back = task.acks_late and task.reject_on_worker_lost
         # In observe mode it would run again.
         enforced = definition is not None and definition.policy.mode == "enforce"
-        if comes_back and enforced and brings_callbacks(self._context):  # type: ignore[attr-defined]
+        if comes_back and enforced and any(callbacks_of(self._context)):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 

@@ -54,6 +54,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
+from celery_idempotent.signals import Call, report
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -280,8 +281,14 @@ class Order:
         self, outcome: OutcomeSignal, record: Record | None = None, **details: Unpack[Details]
     ) -> None:
         """Report an outcome of the request, with the task id of the record that its key has."""
-        identity, task_id = self.identified.identity, "" if record is None else record.task_id
-        self.definition.reporter.report(outcome, identity, task_id, record, details)
+        call = Call(
+            name=self.definition.name,
+            sender=self.task,
+            store=self.store,
+            identity=self.identified.identity,
+            task_id="" if record is None else record.task_id,
+        )
+        report(call, outcome, record, **details)
 
     def _message(self, task_id: str) -> bytes | None:
         """Return the message that a sweep publishes if this process does not; ``None`` if the record has none.

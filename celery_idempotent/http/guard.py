@@ -27,7 +27,7 @@ from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Body, Run, execute
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.serializers import Serializer
-from celery_idempotent.signals import Reporter, worker_name
+from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
 T = TypeVar("T")
@@ -52,10 +52,9 @@ class Guard:
         open_store: Callable[[], Store],
         pack: Callable[[Any], Stored],
     ) -> None:
-        self.name, self.options, self.open_store = name, options, open_store
-        self.policy = options.policy
+        self.name, self.sender, self.open_store = name, sender, open_store
+        self.options, self.policy = options, options.policy
         self.codec = ResponseCodec(pack, options.max_response_bytes)
-        self.reporter = Reporter(name, lambda: sender, open_store)
 
     def answer(self, run: RequestRun | None, view: Body) -> object:
         """Return what the view returned, or an :class:`.Answer`; an atomic view without a key has no ``run``.
@@ -98,7 +97,7 @@ class RequestRun(Run):
     ) -> None:
         self.identity, self.fingerprint, self.refusal = identity, fingerprint, refusal
         self.name, self.policy, self.open_store = guard.name, guard.policy, guard.open_store  # type: ignore[method-assign]
-        self.codec, self.reporter = guard.codec, guard.reporter
+        self.codec, self.sender = guard.codec, guard.sender
         # A UUID, which records store in 16 bytes; uuid4() takes longer.
         digits = os.urandom(16).hex()
         self.task_id = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"

@@ -124,9 +124,11 @@ class Identified:
         found: Mapping[str, Any] = header if isinstance(header, MAPPINGS) else {}
         if "id" in found and _IDENTITY.isdisjoint(found):
             return None
-        key, scope, digest = found.get("key"), found.get("scope", ""), found.get("fingerprint")
+        key: Any = found.get("key")
+        scope, digest = found.get("scope", ""), found.get("fingerprint")
         is_hex = isinstance(digest, str) and _FINGERPRINT_HEX.fullmatch(digest)
-        if not (is_text(key) and (scope == "" or is_text(scope)) and (digest is None or is_hex)):
+        is_key = isinstance(key, str) and 0 < len(key) <= MAX_CHARS and key.isprintable()
+        if not (is_key and (scope == "" or is_text(scope)) and (digest is None or is_hex)):
             raise InvalidKey(f"A message of {namespace} has a malformed stamp.")
         identity = Identity(namespace=namespace, scope=scope, key=key)
         return cls(identity, None if digest is None else bytes.fromhex(digest))

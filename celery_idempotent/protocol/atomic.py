@@ -147,7 +147,7 @@ class _Attempt:
         elif stage is not Stage.BODY and isinstance(error, unreachable):
             # The message is published again. If it is lost, a sweep publishes that of the QUEUED record.
             release(run, requeue_ms=run.policy.lease_ms, error=error)
-            run.report(signals.store_failed, run.record, error=error)
+            signals.report(run, signals.store_failed, run.record, error=error)
             run.store_failed(error, begun=True)
         else:
             self._repeat(error)

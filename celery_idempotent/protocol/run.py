@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from threading import get_ident
 from types import CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 from celery_idempotent import backoff, errors, signals
 from celery_idempotent.protocol.claim import Claim, Phase, current_run
@@ -46,14 +45,12 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.serializers import log_not_kept
-from celery_idempotent.signals import Details, OutcomeSignal, Reporter
+from celery_idempotent.signals import report
 from celery_idempotent.stores.base import Store
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Body = Callable[[], object]
@@ -106,19 +103,12 @@ class Run(Claim):
     store: Store = None  # type: ignore[assignment]  # only until it is opened
 
     name: str
-    reporter: Reporter
+    sender: object
     fingerprint: bytes | None
     task_id: str
     worker: str
     started_at: float
     shield: Shield
-
-    def report(
-        self, outcome: OutcomeSignal, record: Record | None = None, **details: Unpack[Details]
-    ) -> None:
-        """Report an outcome of this run."""
-        report = self.reporter.report
-        report(outcome, self.identity, self.task_id, record, details, store=self.store)
 
     @property
     def running_s(self) -> float:
@@ -173,8 +163,8 @@ def execute(run: Run, body: Body) -> object:
         BaseException: what ``body`` raised, or what the caller makes of a conflict or of a store that fails.
     """
     run.started_at = time.monotonic()
-    run.shield = shields.get(get_ident(), NO_SHIELD)
-    was_closed = run.shield.close()
+    run.shield = shield = shields.get(get_ident(), NO_SHIELD)
+    was_closed, shield.closed = shield.closed, True
     try:
         if run.is_broadcast:
             return _run_unguarded(run, body)
@@ -189,22 +179,22 @@ def execute(run: Run, body: Body) -> object:
                     if run.phase is not UNDONE:
                         return value
                 case Settled(record, age_ms):
-                    run.report(signals.replayed, record, seconds=run.running_s)
+                    report(run, signals.replayed, record, seconds=run.running_s)
                     return run.replay(record, age_ms)
                 case Held(record, left_ms):
                     if not _wait_for_holder(run, left_ms):
-                        run.report(signals.conflicted, record, seconds=run.running_s)
+                        report(run, signals.conflicted, record, seconds=run.running_s)
                         run.shield.let_exit()
                         run.conflict(record, left_ms)
                 case Mismatched(record):
-                    run.report(signals.mismatched, record, seconds=run.running_s)
+                    report(run, signals.mismatched, record, seconds=run.running_s)
                     raise errors.FingerprintMismatch(
                         f"{run.identity} belongs to task {record.task_id}, which was called with other arguments: "
                         "a key identifies one operation. Use another key, or take what may differ out of "
                         "idempotency_fingerprint."
                     )
                 case error:
-                    run.report(signals.store_failed, error=error)
+                    report(run, signals.store_failed, error=error)
                     run.shield.let_exit()
                     if run.policy.on_store_error != "open":
                         run.store_failed(error)
@@ -212,7 +202,7 @@ def execute(run: Run, body: Body) -> object:
                     logger.warning(line, run.name, run.task_id, error)
                     return _run_unguarded(run, body)
     finally:
-        run.shield.leave(was_closed=was_closed, nested=current_run.get() is not None)
+        shield.leave(was_closed=was_closed, nested=current_run.get() is not None)
 
 
 def _run_body(run: Run, record: Record, body: Body) -> object:
@@ -225,7 +215,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         heartbeat.add(run)
     try:
         claimed_s = time.monotonic() - run.renewed_at
-        run.report(signals.claimed, record, state=PROCESSING, seconds=claimed_s)
+        report(run, signals.claimed, record, state=PROCESSING, seconds=claimed_s)
         if run.in_transaction is None:
             run.shield.open()
             value = body()
@@ -242,7 +232,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         raise
     else:
         if run.phase is RUNNING:
-            _settle(run, COMPLETED, value)
+            _settle(run, end_of(run, COMPLETED, value))
         return value
     finally:
         if run.phase in (RUNNING, RELEASED):
@@ -261,13 +251,13 @@ def refuse_unfinished(run: Run, value: Any) -> None:
         )
 
 
-def _ask(run: Run, verb: Callable[[], T], *, until: float) -> T:
+def _ask(run: Run, until: float, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return the answer of a verb; without one ask again ``until`` then, a process that is ending once, at once."""
     failures = 0
     while True:
         try:
             run.shield.waiting = True
-            answer = verb()
+            answer = verb(*args, **kwargs)
             run.shield.waiting = False
         except Exception as error:  # noqa: PERF203  the next try may not fail
             run.shield.waiting = False
@@ -307,9 +297,8 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
     run.renewed_at = time.monotonic()
     until = 0.0 if observed else run.renewed_at + CLAIM_SECONDS
     try:
-        run.store = run.open_store()
-        claim = partial(run.store.claim, request)
-        answer = _ask(run, claim, until=until)
+        run.store = run.store or run.open_store()  # type: ignore[truthy-bool]  # None at first
+        answer = _ask(run, until, run.store.claim, request)
         # The mark of a retention of 0 answers only redeliveries of its own message.
         while (
             not policy.retention_ms
@@ -317,9 +306,8 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
             and answer.record.task_id != run.task_id
             and policy.forgets(answer.record)
         ):
-            forget = partial(run.store.forget_mark, run.identity, token=answer.record.token)
-            _ask(run, forget, until=until)
-            answer = _ask(run, claim, until=until)
+            _ask(run, until, run.store.forget_mark, run.identity, token=answer.record.token)
+            answer = _ask(run, until, run.store.claim, request)
     except errors.STORE_ERRORS as error:
         return error
     return answer
@@ -364,42 +352,13 @@ def _refuse_poison(run: Run, record: Record) -> bool:
     try:
         if run.store.settle(end_of(run, FAILED, error)):
             line = signals.FAILED_WITHOUT_RUN
-            run.report(signals.settled, record, state=FAILED, error=error, line=line)
+            report(run, signals.settled, record, state=FAILED, error=error, line=line)
         else:
-            run.report(signals.lease_lost, record)
+            report(run, signals.lease_lost, record)
     except errors.STORE_ERRORS as trouble:  # nothing ran: the message comes back
-        run.report(signals.store_failed, record, error=trouble)
+        report(run, signals.store_failed, record, error=trouble)
         run.store_failed(trouble)
     return True
-
-
-def _settle(run: Run, state: EndState, outcome: Any) -> None:
-    """Write the end state, now or after the COMMIT of all transactions that the caller has open.
-
-    After a rollback of one of them the lease ends the claim.
-    """
-    error = outcome if state is FAILED else None
-    end = end_of(run, state, outcome)
-    on_commits = () if run.open_transactions is None else run.open_transactions(run.store)
-    if not on_commits:
-        _write_end(run, end, error)
-        return
-    uncommitted = len(on_commits)
-
-    def after_commit() -> None:
-        nonlocal uncommitted
-        uncommitted -= 1
-        if uncommitted:
-            return
-        was_closed = run.shield.close()
-        try:
-            _write_end(run, end, error)
-        finally:
-            run.shield.leave(was_closed=was_closed, nested=True)
-
-    for on_commit in on_commits:
-        on_commit(after_commit)
-    run.phase = Phase.AWAITS_COMMIT
 
 
 def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
@@ -417,36 +376,25 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
     )
 
 
-def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> None:
-    """Write the end state; try for a whole lease: without it another run would repeat the effect."""
+def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) -> None:
+    """Write the end state, at once unless the caller has transactions open."""
+    if run.open_transactions is not None and _settles_after_commit(run, end, failure):
+        return
     run.settling_since = time.monotonic()
-    tries = 0
-
-    def write() -> bool:
-        nonlocal end, tries
-        tries += 1
-        try:
-            # Later tries write the record alone: the task's result may be the cause, and Celery stores it anyway.
-            return run.store.settle(end) if tries > 1 else run.write_end(end)
-        except Exception as error:
-            is_away = isinstance(error, (errors.StoreUnavailable, VerbInterruptedError))
-            # A server may close the connection at a large value, as if it were away.
-            is_large = end.value is not None and len(end.value.body) >= 64 * 1024
-            if tries > 1 and end.value is not None and (is_large or not is_away):
-                log_not_kept(run.identity, end.state, error)
-                end = replace(end, value=None)
-            raise
-
+    observed = run.policy.mode == "observe"
     try:
-        observed = run.policy.mode == "observe"
-        until = 0.0 if observed else run.settling_since + run.policy.lease_ms / 1000
-        written = _ask(run, write, until=until)
+        try:
+            written = _ask(run, 0.0, run.write_end, end)
+        except Exception:
+            if observed:
+                raise
+            written = _write_alone(run, end)
     except Exception as error:  # noqa: BLE001  of the store
         run.phase = ENDED
         if observed:
             logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
         else:
-            run.report(signals.settle_failed, run.record, error=error)
+            report(run, signals.settle_failed, run.record, error=error)
     else:
         if written:
             note_end(run, end.state, failure)
@@ -454,11 +402,63 @@ def _write_end(run: Run, end: SettleRequest, failure: BaseException | None) -> N
             _lose(run)
 
 
+def _settles_after_commit(run: Run, end: SettleRequest, failure: BaseException | None) -> bool:
+    """Settle after the COMMIT of all transactions that the caller has open; ``False``: there are none.
+
+    After a rollback of one of them the lease ends the claim.
+    """
+    on_commits = run.open_transactions(run.store) if run.open_transactions is not None else ()
+    uncommitted = len(on_commits)
+
+    def after_commit() -> None:
+        nonlocal uncommitted
+        uncommitted -= 1
+        if uncommitted:
+            return
+        was_closed, run.shield.closed = run.shield.closed, True
+        run.open_transactions = None
+        try:
+            _settle(run, end, failure)
+        finally:
+            run.shield.leave(was_closed=was_closed, nested=True)
+
+    for on_commit in on_commits:
+        on_commit(after_commit)
+        run.phase = Phase.AWAITS_COMMIT
+    return bool(on_commits)
+
+
+def _write_alone(run: Run, end: SettleRequest) -> bool:
+    """Write the end state after a first try failed; try for a whole lease: without it the effect would be repeated.
+
+    The record alone: the task's result may be the cause, and Celery stores it anyway.
+    """
+
+    def write() -> bool:
+        nonlocal end
+        try:
+            return run.store.settle(end)
+        except Exception as error:
+            is_away = isinstance(error, (errors.StoreUnavailable, VerbInterruptedError))
+            # A server may close the connection at a large value, as if it were away.
+            is_large = end.value is not None and len(end.value.body) >= 64 * 1024
+            if end.value is not None and (is_large or not is_away):
+                log_not_kept(run.identity, end.state, error)
+                end = replace(end, value=None)
+            raise
+
+    if run.shield.ending:
+        return _ask(run, 0.0, write)
+    lease_s = run.policy.lease_ms / 1000
+    run.shield.pause(min(backoff.seconds(1), lease_s))
+    return _ask(run, run.settling_since + lease_s, write)
+
+
 def note_end(run: Run, state: EndState, error: BaseException | None = None) -> None:
     """Report that the end state is written."""
     run.phase = SETTLED
     took = time.monotonic() - run.settling_since
-    run.report(signals.settled, run.record, state=state, error=error, seconds=took)
+    report(run, signals.settled, run.record, state=state, error=error, seconds=took)
     if run.has_callbacks:
         run.settled(state)
 
@@ -468,9 +468,9 @@ def _end_failed(run: Run, error: BaseException) -> None:
     if run.phase is not RUNNING:
         return  # released for a retry or a replacement by the body; ended by its transaction
     if run.replaced:
-        _settle(run, COMPLETED, None)
+        _settle(run, end_of(run, COMPLETED, None))
     elif _is_final(run, error):
-        _settle(run, FAILED, error)
+        _settle(run, end_of(run, FAILED, error), error)
     elif not isinstance(error, Exception) and run.is_over_time():
         # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
         run.phase = ENDED
@@ -499,13 +499,13 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
     ``requeue_ms``: the call comes again within this time, or a sweep sends the record's message. Where ``error`` ends
     the process there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
     """
-    was_closed = run.shield.close()
+    was_closed, run.shield.closed = run.shield.closed, True
     run.phase = RELEASED
-    free = partial(run.store.release, run.identity, token=run.token, requeue_ms=requeue_ms)
     ends_process = error is not None and not isinstance(error, Exception)
     until = 0.0 if ends_process else time.monotonic() + RELEASE_SECONDS
     try:
-        released = _ask(run, free, until=until)
+        free = run.store.release
+        released = _ask(run, until, free, run.identity, token=run.token, requeue_ms=requeue_ms)
     except Exception as trouble:  # noqa: BLE001  of the store
         line = "idempotency: could not release %s, its lease will end it: %s"
         logger.warning(line, run.identity, trouble)
@@ -515,7 +515,7 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
             state = State.INTERRUPTED if run.steps else None  # None: it is deleted
             if requeue_ms is not None and (run.record.reserved or run.message is not None):
                 state = State.QUEUED
-            run.report(signals.released, run.record, state=state, error=error)
+            report(run, signals.released, run.record, state=state, error=error)
         return released
     finally:
         run.shield.leave(was_closed=was_closed, nested=True)
@@ -535,7 +535,7 @@ def _lose(run: Run) -> None:
     """Drop the result of this run: the call goes on as a duplicate of the newer claim."""
     observed = run.policy.mode == "observe"
     run.phase = ENDED if observed else UNDONE
-    run.report(signals.lease_lost, run.record, observed=observed)
+    report(run, signals.lease_lost, run.record, observed=observed)
 
 
 def _observe(run: Run, body: Body) -> object:
@@ -544,9 +544,9 @@ def _observe(run: Run, body: Body) -> object:
     if isinstance(answer, Claimed):
         return _run_body(run, answer.record, body)
     if isinstance(answer, errors.STORE_ERRORS):
-        run.report(signals.store_failed, error=answer, observed=True)
+        report(run, signals.store_failed, error=answer, observed=True)
     else:
-        run.report(_OBSERVED[type(answer)], answer.record, observed=True)
+        report(run, _OBSERVED[type(answer)], answer.record, observed=True)
     return _run_unguarded(run, body)
 
 

@@ -64,11 +64,6 @@ class Shield:
             self.waiting = False
             raise VerbInterruptedError("the store was not waited for: a signal came")
 
-    def close(self) -> bool:
-        """Close the shield; return whether it was closed, for :meth:`leave`."""
-        was_closed, self.closed = self.closed, True
-        return was_closed
-
     def open(self) -> None:
         """Let signals strike, noted ones first."""
         self.closed = self.waiting = False
@@ -82,7 +77,7 @@ class Shield:
             self.open()
 
     def leave(self, *, was_closed: bool, nested: bool) -> None:
-        """Undo :meth:`close` and raise the noted signals, a soft time limit only in a run ``nested`` in another."""
+        """Leave it as it was, and raise the noted signals, a soft time limit only in a run ``nested`` in another."""
         self.closed, self.waiting = was_closed, False
         if not self._noted or was_closed:
             return

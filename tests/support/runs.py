@@ -11,7 +11,6 @@ from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.options import Policy
 from celery_idempotent.protocol.run import OnCommit, Run, execute, release
 from celery_idempotent.records import Identity, Record
-from celery_idempotent.signals import Reporter
 from celery_idempotent.stores import Store
 
 IDENTITY = Identity(namespace="shop.charge", key="order-17")
@@ -70,8 +69,7 @@ class CallRun(Run):
 
     def __init__(self, runner: Runner, call: Call) -> None:
         self.name, self.policy, self.codec = runner.name, runner.policy, runner.codec
-        self.reporter = runner.reporter
-        self.open_store = runner.store  # type: ignore[method-assign]
+        self.sender, self.open_store = "sender", runner.store  # type: ignore[method-assign]
         self.call = call
         self.identity, self.fingerprint = call.identity, call.fingerprint
         self.task_id, self.worker, self.message = call.task_id, call.worker, call.message
@@ -100,7 +98,6 @@ class Runner:
     def __init__(self, store: Callable[[], Any], codec: Any, **policy: Any) -> None:
         self.name = "shop.charge"
         self.store, self.codec, self.policy = store, codec, Policy(**policy)
-        self.reporter = Reporter(self.name, lambda: "sender", store)
 
     def execute(
         self, call: Call, body: Callable[[], object]

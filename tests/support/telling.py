@@ -54,8 +54,8 @@ def listening() -> Iterator[Heard]:
     heard = Heard()
 
     class Hearing(Counters):
-        def add(self, store: Any, task: str, outcome: str) -> None:
-            heard.counted[task, outcome] += 1
+        def of(self, store: Any) -> Counter[tuple[str, str]]:
+            return heard.counted
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -59,7 +59,7 @@ def test_the_heartbeat_writes_them(store, counters, monkeypatch):
 
 
 def test_nothing_is_written_more_often_than_every_few_seconds(store, counters):
-    counters.add(store, "t", "claimed")
+    counters.of(store)["t", "claimed"] += 1
     counters.beat()
     assert counted(store) == {}
 
@@ -75,7 +75,7 @@ def test_what_the_store_does_not_take_is_kept(store, counters):
 
     down = Down()
     for _ in range(3):
-        counters.add(down, "t", "claimed")
+        counters.of(down)["t", "claimed"] += 1
         counters.write()
     down.down = False
     counters.write()
@@ -88,7 +88,7 @@ def test_a_fault_of_the_store_harms_nothing(counters, caplog):
             raise RuntimeError
 
     broken = Broken()
-    counters.add(broken, "t", "claimed")
+    counters.of(broken)["t", "claimed"] += 1
     with caplog.at_level(logging.ERROR):
         counters.write()
     assert "could not be counted" in caplog.text
@@ -99,7 +99,7 @@ def test_a_store_without_counters_is_not_asked(counters):
         supports_counting = False
 
     plain = Plain()
-    counters.add(plain, "t", "claimed")
+    counters.of(plain)["t", "claimed"] += 1
     counters.write()
     assert not counters.counts
     assert not plain.counts(hours=1)
@@ -192,12 +192,12 @@ def test_a_time_limit_that_strikes_while_they_are_written_stops_no_later_writing
 ):
     """A sweep writes them in the thread that signals strike in, at any moment."""
     store = Mock(supports_counting=True)
-    counters.add(store, "shop.charge", "claimed")
+    counters.of(store)["shop.charge", "claimed"] += 1
     with monkeypatch.context() as patch:
         patch.setattr(counters_module.time, "monotonic", Mock(side_effect=SoftTimeLimitExceeded))
         with pytest.raises(SoftTimeLimitExceeded):
             counters.write()
-    counters.add(store, "shop.charge", "settled")
+    counters.of(store)["shop.charge", "settled"] += 1
     counters.write()
     store.count.assert_called_once_with(
         {("shop.charge", "claimed"): 1, ("shop.charge", "settled"): 1}

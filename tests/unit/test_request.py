@@ -320,6 +320,6 @@ def test_a_message_comes_back_for_its_callbacks_if_that_runs_nothing_again(
 
     late.reject_on_worker_lost = True
     app.backend.store_result("t1", None, "SUCCESS")
-    monkeypatch.setattr(worker, "brings_callbacks", lambda _: True)
+    monkeypatch.setattr(worker, "callbacks_of", lambda _: (True,))
     stored = make(None, of=late)._success_was_stored()
     assert bool(stored) == (mode == "observe"), "a task that is only observed would run again"

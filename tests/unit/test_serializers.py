@@ -9,6 +9,7 @@ import pickle
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -20,7 +21,8 @@ from kombu.exceptions import SerializerNotInstalled
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Stored
+from celery_idempotent.protocol.run import end_of
+from celery_idempotent.records import EndState, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer, first_accepted
 
 SECRET = "4111-1111-1111-1111"
@@ -267,16 +269,18 @@ def test_others_keep_only_what_they_can_read(name: str, kept: object, refused: l
 
 
 @pytest.mark.parametrize(
-    ("dump", "value", "said"),
+    ("state", "value", "said"),
     [
-        ("dump_value", "x" * 100, "duplicates will look for it in the result backend"),
-        ("dump_error", ValueError("x" * 100), "duplicates get ResultUnavailable"),
+        (State.COMPLETED, "x" * 100, "duplicates will look for it in the result backend"),
+        (State.FAILED, ValueError("x" * 100), "duplicates get ResultUnavailable"),
     ],
 )
 def test_the_log_says_what_duplicates_get_of_what_is_not_kept(
-    caplog: pytest.LogCaptureFixture, dump: str, value: object, said: str
+    caplog: pytest.LogCaptureFixture, state: EndState, value: object, said: str
 ) -> None:
-    codec = TaskCodec(Celery(set_as_current=False), "shop.charge", Policy(max_result_bytes=10))
-    assert getattr(codec, dump)(value) is None
+    policy = Policy(max_result_bytes=10)
+    codec = TaskCodec(Celery(set_as_current=False), "shop.charge", policy)
+    run: Any = Mock(replaced=False, codec=codec, policy=policy)
+    assert end_of(run, state, value).value is None
     assert said in caplog.text
     assert "xxx" not in caplog.text

@@ -145,10 +145,10 @@ def make(received: list[int]) -> shield.Shield:
 def test_a_soft_limit_of_a_run_that_is_over_is_dropped_and_a_termination_is_not(caplog):
     received: list[int] = []
     made = make(received)
-    was_closed = made.close()
+    made.closed = True
     made._handle(signal.SIGUSR1, None)
     made._handle(signal.SIGTERM, None)
-    made.leave(was_closed=was_closed, nested=False)
+    made.leave(was_closed=False, nested=False)
     assert received == [signal.SIGTERM]
     assert "a soft time limit came after its task had ended" in caplog.text
 
@@ -156,16 +156,15 @@ def test_a_soft_limit_of_a_run_that_is_over_is_dropped_and_a_termination_is_not(
 def test_a_run_in_the_body_of_another_leaves_it_the_soft_limit():
     received: list[int] = []
     made = make(received)
-    was_closed = made.close()
+    made.closed = True
     made._handle(signal.SIGUSR1, None)
-    made.leave(was_closed=was_closed, nested=True)
+    made.leave(was_closed=False, nested=True)
     assert received == [signal.SIGUSR1]
 
 
 def test_a_signal_ends_a_wait_for_the_store_and_a_pause_once():
     made = make([])
-    made.close()
-    made.waiting = True
+    made.closed = made.waiting = True
     with pytest.raises(shield.VerbInterruptedError):
         made._handle(signal.SIGUSR1, None)
     made._handle(signal.SIGUSR1, None)  # the verb is not under way any more
