@@ -69,14 +69,14 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
     ),
     "complete": Meaning(
         "completed",
-        "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
+        "settles the record COMPLETED with the value that you give: nothing runs, and callers get that value.",
         "only an unfinished or FAILED record of a task of this app can be completed: forget a COMPLETED one first.",
         frozenset(State) - {State.COMPLETED},  # whose value somebody may have got
         State.COMPLETED,
     ),
     "fail": Meaning(
         "failed",
-        "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
+        "settles the record FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
         "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
         frozenset({State.QUEUED, State.PROCESSING, State.INTERRUPTED}),
         State.FAILED,

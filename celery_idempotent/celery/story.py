@@ -38,7 +38,7 @@ def iso(ms: int | None) -> str | None:
 
 
 def time_in_words(ms: int) -> str:
-    """Return a length of time in the largest unit of which it has two."""
+    """Return a length of time in the largest unit that it has at least twice."""
     seconds = ms // 1000
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
@@ -238,7 +238,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     answers = {
         "this error": state is State.FAILED,
         "that other task's result": record.replaced,
-        "what the result backend has: its result is not in the record": record.value is None,
+        "its result from the result backend, as it is not in the record": record.value is None,
         "its result": known,
         "the same answer": True,
     }
@@ -267,7 +267,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         f"The next delivery or call claims it, and {claimed}.": interrupted,
         f"The broker delivers its message again {redelivered}.": stale or (crashes and interrupted),
         f"Kept until {until}, by the options of its task.": state.settled and known,
-        f"Until it expires, a duplicate gets {_first(answers)}, without a run.": state.settled,
+        f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.settled,
     }
     scope = f" in scope {identity.scope}" if identity.scope else ""
     return Story(

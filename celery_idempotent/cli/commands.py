@@ -1,6 +1,6 @@
 """The commands: to look at records, to operate on one or on all that are selected, and to maintain the store.
 
-An operation goes this way, and changes a record only if its token and state are still as they were found::
+The steps of an operation, which changes a record only if its token and state are still as they were found::
 
     find ─ sort: apply, held, skip ─ preview ─ ask ─ change each ─ summary, exit code
 """
@@ -84,7 +84,7 @@ _MANY = [
 def _command(
     *examples: str, params: Sequence[click.Parameter]
 ) -> Callable[[Callable[..., None]], None]:
-    """Make a command, whose name begins its examples, of a function of the app that ``-A`` names."""
+    """Make a function of an app a command, named by the first word of its examples."""
     name, shown = examples[0].split()[0], "\n  celery -A proj idempotency ".join(("", *examples))
     as_json = _flag(["--json"], help="Print one JSON object per line.")
 
@@ -180,7 +180,7 @@ def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
 def _selection(
     app: Celery, *, since: int | None = None, before: int | None = None, **given: str | None
 ) -> Selection:
-    """Return the selection that the options make."""
+    """Return the selection that the options describe."""
     now_ms = get_store(app).now_ms()
     since_ms = None if since is None else now_ms - since
     before_ms = None if before is None else now_ms - before
@@ -260,17 +260,17 @@ COMMANDS["explain"] = COMMANDS["show"]
 def _find(
     app: Celery, text: str, *, task: str | None, scope: str | None, elsewhere: bool = True
 ) -> tuple[Record, Sequence[Record]]:
-    """Return the record of a KEY, and those of the same key elsewhere.
+    """Return the record of a KEY, and those of the same key in other scopes and tasks.
 
-    If there is none, or several, a message ends the command. ``elsewhere``: look for the others also if the key was
-    found where it was expected.
+    A message ends the command if there is none, or several. ``elsewhere``: search the others even if a task has the key
+    without a scope.
     """
     if not text:
         raise click.UsageError("KEY is empty.")
     named, store = _selection(app, task=task, scope=scope, key=text), get_store(app)
     meant = finding.find(store, text, named, finding.namespaces(app))
     others: list[Record] = []
-    # A view of a Django project has a namespace that is known once its module is imported.
+    # Every namespace: that of a Django view is known only once its module is imported.
     if not meant or (not scope and elsewhere and len(meant) == 1):
         known = {record.identity for record in meant}
         keys = named.keys | {identity.key for identity in known}
@@ -346,13 +346,13 @@ _ON_MANY = [
 _ON_ONE = [
     Argument(["one"], metavar="KEY"),
     *_ONE,
-    Option(["--value"], required=True, metavar="JSON", help="What its run would have returned."),
+    Option(["--value"], required=True, metavar="JSON", help="What the run would have returned."),
     *_REQUEST,
 ]
 
 _HELP = """{} the record of a KEY{}.
 
-    It {}
+    Effect: {}
 
     It asks first. Exit code 1: a record was left alone, because it has changed since or has a live owner (see --force).
 """

@@ -1,4 +1,4 @@
-"""The Celery app that the admin, the checks and the views are about."""
+"""The Celery app that the admin, the checks and the views use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def celery_app() -> Celery:
     """Return the app that Django's settings name, else the project's.
 
     Raises:
-        ImproperlyConfigured: if the setting names none.
+        ImproperlyConfigured: if the setting does not name an app.
     """
     found = getattr(settings, APP_SETTING, None) or _current_app()
     if isinstance(found, str):

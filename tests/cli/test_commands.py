@@ -157,10 +157,10 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
         ("running", ["is PROCESSING", "(worker-3.example, pid 4711) runs it", "Its lease ends"]),
         ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
         ("crashed", ["its worker was lost", "1 of 3 crashes", "check the outside system first"]),
-        ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),
+        ("done", ["is COMPLETED", "they get its result", "Kept until", "a second time"]),
         (
             "declined",
-            ["FAILED permanently with CardDeclined", "gets this error", "  - forget deletes"],
+            ["FAILED permanently with CardDeclined", "they get this error", "  - forget deletes"],
         ),
         ("queued", ["no worker has it yet", "a worker listens", "the next call publishes"]),
     ],

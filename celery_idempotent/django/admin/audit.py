@@ -16,7 +16,7 @@ from celery_idempotent.records import Identity
 
 
 def write_entry(identity: Identity, request: OperationRequest, message: str) -> None:
-    """Log an operation that a user of this project did, or may have done; of nobody else."""
+    """Log an operation that a user of this project did or may have done; ignore any other name."""
     users = get_user_model()._default_manager  # a model of the project's own may have no `objects`
     user = users.filter(**{get_user_model().USERNAME_FIELD: request.who}).first()
     if user is None:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from django import forms
 
-from celery_idempotent.celery.finding import scopes_of, select
+from celery_idempotent.celery.finding import select
 from celery_idempotent.celery.operations import Operation
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.errors import InvalidKey
 from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity, Selection, State, Stored
 
@@ -55,22 +54,13 @@ class FilterForm(forms.Form):
     key = _text("Key, or task id")
     cursor = forms.CharField(required=False, max_length=100, widget=forms.HiddenInput)
 
-    def clean_scope(self) -> str:
-        """Refuse what is no scope."""
-        scope: str = self.cleaned_data["scope"]
-        try:
-            scopes_of(scope)
-        except InvalidKey:
-            raise forms.ValidationError("No user has such a primary key.") from None
-        return scope
-
     def chosen(self) -> dict[str, str]:
-        """Return what was chosen, for an address; without the place in the list."""
+        """Return the filters that are set, for an address; without the place in the list."""
         names = ("state", "task", "scope", "age", "key")
         return {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
 
     def selection(self, app: Celery, store: Store) -> Selection:
-        """Return what was chosen."""
+        """Return the selection of these filters; raise as :func:`select`."""
         bounds = {}
         if age := self.cleaned_data["age"]:
             _, bound, ago = _AGES[age]

@@ -31,7 +31,7 @@ from celery_idempotent.django.admin.charts import HOURS, charts
 from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.models import OutboxMessage
-from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, State, moment
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR_MS
@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 #: The records of a page.
 PER_PAGE = 50
 
-#: The most tasks that are asked for a key before every scope is searched, and the most names that are suggested.
+#: The most namespaces in which a key is looked up directly, and the most that the filter suggests.
 _ASKED, _SUGGESTED = 30, 200
 
 #: The seconds of a search for a key in every scope, in the list and for the page of a record.
 LOOK_SECONDS, ELSEWHERE_SECONDS = 5.0, 0.2
 
-#: What an operation does to a record, in the order of a question.
+#: What the question about an operation says of each record, in this order.
 _VERDICTS: dict[operations.Verdict, str] = {
     "apply": "Will be {0.done}.",
     "held": "Left alone unless forced: its owner is live.",
@@ -64,10 +64,7 @@ _VERDICTS: dict[operations.Verdict, str] = {
 
 
 class ReadOnlyAdmin(Base):
-    """Records are made by tasks, and changed by operations, each with a permission.
-
-    Whoever may see records may see their charts, and which of them wait for their message.
-    """
+    """Tasks make the records, and operations change them. Whoever may view records may view charts and outbox."""
 
     def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         """Whether the user may see records."""
@@ -96,7 +93,7 @@ class OutcomesAdmin(ReadOnlyAdmin):
 
 
 class OutboxAdmin(ReadOnlyAdmin):
-    """The messages that are committed and not sent yet, without the calls themselves: the sweep sends them."""
+    """Messages that are committed and not sent yet, without their arguments; the sweep sends them."""
 
     list_display = ("task", "waits_since", "task_id", "key", "scope", "attempts", "error")
     list_display_links = None
@@ -120,9 +117,9 @@ class OutboxAdmin(ReadOnlyAdmin):
 
 
 class Row(NamedTuple):
-    """A record as lists show it. ``age``: since the last change; ``verdict``, ``text``: of an operation.
+    """A record in a list, with the ``age`` of its state, and ``why`` it is FAILED or INTERRUPTED.
 
-    ``why``: the reason of a FAILED or INTERRUPTED state.
+    ``verdict`` and ``text`` are those of an operation.
     """
 
     record: Record
@@ -138,7 +135,7 @@ class Row(NamedTuple):
 
 
 class IdempotencyRecordAdmin(ReadOnlyAdmin):
-    """Pages over the records of the app's store, which has no table. Their work is bounded, however many there are."""
+    """Pages over the records of the app's store. The work for a page is bounded, however many records there are."""
 
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
@@ -215,6 +212,8 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             chosen = form.chosen()
             try:
                 page = _list(app, form, tasks)
+            except InvalidKey:
+                form.add_error("scope", "No user has such a primary key.")
             except ValueError:
                 form.add_error(None, "This page belongs to another list: start at the first page.")
         if page is not None:
@@ -299,7 +298,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         return self._render(request, "charts", context)
 
     def operation_view(self, request: HttpRequest) -> HttpResponse:
-        """Ask whether an operation is meant, on ``one`` record or on those ticked in the list, and do it."""
+        """Ask about an operation on ``one`` record, or on those ticked in the list; execute it once confirmed."""
         post, back = request.POST, self._address("changelist", **request.GET.dict())
         marks = _read_marks(post.getlist("record"))
         if marks and request.GET.get("one"):
@@ -332,7 +331,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         back: str,
         form: OperationForm | None = None,
     ) -> HttpResponse:
-        """Ask about these records, those first to which something is done; ``form``: again, for it has errors."""
+        """Ask for a confirmation, records that will change first; ``form``: the answer, if it has errors."""
         app = celery_app()
         now_ms = get_store(app).now_ms()
         rows = [self._plan(app, operation, each, now_ms) for each in marks]
@@ -359,7 +358,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         return self._render(request, "operation", context, status=400 if form else 200)
 
     def _plan(self, app: Celery, operation: Operation, seen: Record, now_ms: int) -> Row:
-        """Return a record that was seen with what an operation would do to it."""
+        """Return the row of a record, with what the operation would do to it."""
         record, found = get_store(app).get(seen.identity), None
         if record is None:
             text = "Left alone: there is no such record any more."
@@ -372,12 +371,12 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
 
 
 def mark_of(record: Record) -> str:
-    """Return a record as it was shown, for its box in the list: nothing is done to it once it has changed."""
+    """Return the value of a record's box in the list: if token or state have changed, it is left alone."""
     return f"{record.token} {record.state.value} {audit.unparse(record.identity)}"
 
 
 def _read_marks(texts: Iterable[str]) -> list[Record]:
-    """Return the records, as they were shown, whose marks a form sent, each once."""
+    """Return the records of these marks, as they were shown, each once."""
     found: dict[Identity, Record] = {}
     try:
         for text in texts:
@@ -395,7 +394,7 @@ def _read_marks(texts: Iterable[str]) -> list[Record]:
 def _execute(
     request: HttpRequest, operation: Operation, marks: Sequence[Record], given: Mapping[str, Any]
 ) -> None:
-    """Operate on one record after the other, as far as the store answers, with a message for each outcome."""
+    """Change one record after the other, while the store answers, with a message for each outcome."""
     wanted = OperationRequest(operation, who=request.user.get_username(), **given)
     done, untried = [], len(marks)
     for mark, outcome, text in operations.operate_on_each(celery_app(), wanted, marks):
@@ -421,6 +420,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     """Return the page that a valid form asks for, its newest records first.
 
     Raises:
+        InvalidKey: for a scope that no user can have.
         ValueError: for a cursor of another list.
     """
     store, chosen = get_store(app), form.cleaned_data
@@ -449,7 +449,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
 
 
 def _is_dangerous(operation: Operation, record: Record) -> bool:
-    """Whether something that may have been done can be done a second time."""
+    """Can the operation repeat work that may have taken effect?"""
     leaves = OPERATIONS[operation].leaves
     return record.state is not State.QUEUED and (leaves is None or not leaves.settled)
 
