@@ -25,6 +25,7 @@ from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import to_the_end
 from celery_idempotent.http.middleware import (
+    Exchange,
     Middleware,
     Request,
     Response,
@@ -72,9 +73,7 @@ class IdempotencyMiddleware(Middleware):
             await self.app(scope, receive, send)
 
 
-class _Exchange:
-    """A guarded request and the response to it."""
-
+class _Exchange(Exchange):
     #: The body, until the application has it.
     body: bytes | None = None
     #: Has the server a part of the response?
@@ -85,8 +84,8 @@ class _Exchange:
     def __init__(
         self, middleware: IdempotencyMiddleware, scope: Request, receive: Receive, send: Send
     ) -> None:
-        self.middleware, self.scope, self.receive, self.send = middleware, scope, receive, send
-        self.response = Response(middleware.options.max_response_bytes)
+        super().__init__(middleware, scope)
+        self.pool, self.receive, self.send = middleware.pool, receive, send
         self.loop = asyncio.get_running_loop()
         self.complete: asyncio.Future[None] = self.loop.create_future()
         self.sent = asyncio.Event()
@@ -97,7 +96,7 @@ class _Exchange:
             try:
                 found = await self._answer()
             except RequestRefused as refused:
-                found = refused.answer(self.middleware.options.docs_url)
+                found = refused.answer(self.options.docs_url)
             if isinstance(found, Answer) and not self.is_passed:
                 self.response.become(found)
             await self._pass(more=False)
@@ -108,29 +107,28 @@ class _Exchange:
 
     async def _answer(self) -> object:
         """Return the response of the application, or an answer in its place."""
-        middleware, scope = self.middleware, self.scope
-        caller = middleware.scope(scope)
-        identity = middleware.identity(scope, await caller if isawaitable(caller) else caller)
+        caller = self.middleware.scope(self.request)
+        identity = self.identify(await caller if isawaitable(caller) else caller)
         self.body = body = await self._read()
-        answer = partial(middleware.answer, scope, identity, body, self._run)
-        return await self.loop.run_in_executor(middleware.pool, copy_context().run, answer)
+        answer = partial(self.answer_with, identity, body)
+        return await self.loop.run_in_executor(self.pool, copy_context().run, answer)
 
     async def _read(self) -> bytes:
         """Receive the body, whole and within its limit."""
-        length = read_header(self.scope, "Content-Length")
-        limit = self.middleware.options.max_request_bytes
+        length, limit = read_header(self.request, "Content-Length"), self.options.max_request_bytes
+        declared = requests.declared_size(length, max_bytes=limit)
         parts, size, more = list[bytes](), 0, True
         while more and 0 <= size <= limit:
             message = await self.receive()
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
             size = -1 if message["type"] == "http.disconnect" else size + len(parts[-1])
-        requests.receive(length, max_bytes=limit, read=lambda: size)
+        requests.check_size(size, declared, max_bytes=limit)
         return b"".join(parts)
 
     # -- the application -----------------------------------------------------------------------------------------------
 
-    def _run(self) -> Response:
+    def respond(self) -> Response:
         """Run the application on the event loop, in the context of this thread."""
         return asyncio.run_coroutine_threadsafe(self._respond(), self.loop).result()
 
@@ -138,16 +136,16 @@ class _Exchange:
         """Start the application, and return its response when that is complete."""
         # What is sent by path or in trailers, for example, would not be in the record. The scope is no copy: middleware
         # around this one finds the route in it.
-        known = (self.scope.get("extensions") or {}).items()
+        known = (self.request.get("extensions") or {}).items()
         shown = {name: value for name, value in known if not name.startswith("http.response")}
-        self.scope["extensions"] = shown
-        app = self.middleware.app(self.scope, self._receive, self._send)
+        self.request["extensions"] = shown
+        app = self.middleware.app(self.request, self._receive, self._send)
         self.running = asyncio.ensure_future(app)
         await asyncio.wait((self.running, self.complete), return_when=asyncio.FIRST_COMPLETED)
         if not self.complete.done():
             await self.running
             raise RuntimeError("the application returned before its response was complete")
-        return self.middleware.kept(self.response)
+        return self.kept_response()
 
     async def _receive(self) -> Message:
         """Give the application the body; a client that hangs up does so after the response."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from celery_idempotent.errors import ResultUnavailable
@@ -142,24 +142,31 @@ _HEAD: Final = re.compile(r"HTTP/1\.1 ([1-5][0-9][0-9]) ([^\r\n]*)((?:\r\n[!-9;-
 _HEADER: Final = re.compile(r"\r\n([^:]+): ([^\r]*)")
 
 
-def pack_response(answer: Answer, *, max_bytes: int, name: str, why: str = "") -> Stored:
+def pack_response(
+    status: int,
+    reason: str,
+    headers: Iterable[tuple[str, str]],
+    body: bytes,
+    *,
+    max_bytes: int,
+    name: str,
+    why: str = "",
+) -> Stored:
     """Return a response as it is stored, without its body if there is a reason ``why``; ``name`` is the view's."""
-    body = answer.body
-    assert isinstance(body, bytes), "the response was encoded"
     if len(body) > max_bytes:
         why = why or f"it has {len(body)} bytes"
-    lines = [
-        f"HTTP/1.1 {answer.status} {(answer.reason or '').encode('ascii', 'replace').decode()}"
-    ]
+    if not reason.isascii():
+        reason = reason.encode("ascii", "replace").decode()
+    lines = [f"HTTP/1.1 {status} {reason}"]
     if why:
         body = b""
         logger.warning(
             "idempotency: the response of %s is not stored (%s): a repetition gets 410", name, why
         )
         lines.append(f"{_NOT_KEPT}: {why}")
-    lines += [f"{key}: {value}" for key, value in answer.headers if key.lower() not in NEVER_KEPT]
-    body = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body
-    return Stored(content_type=HTTP, content_encoding="binary", body=body)
+    lines += [f"{key}: {value}" for key, value in headers if key.lower() not in NEVER_KEPT]
+    head = "\r\n".join(lines).encode("latin-1", "replace")
+    return Stored(content_type=HTTP, content_encoding="binary", body=b"%b\r\n\r\n%b" % (head, body))
 
 
 def read_response(stored: Stored) -> Answer:

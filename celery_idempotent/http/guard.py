@@ -16,15 +16,14 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.http.answers import UNSURE, Answer, RequestRefused, read_response
-from celery_idempotent.http.options import HttpOptions
+from celery_idempotent.http.options import HttpOptions, RequestFunction
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.protocol import atomic
-from celery_idempotent.protocol.run import Body, Run, execute
+from celery_idempotent.protocol.run import Run, execute
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.serializers import Serializer
 from celery_idempotent.signals import worker_name
@@ -56,18 +55,50 @@ class Guard:
         self.options, self.policy = options, options.policy
         self.codec = ResponseCodec(pack, options.max_response_bytes)
 
-    def answer(self, run: RequestRun | None, view: Body) -> object:
-        """Return what the view returned, or an :class:`.Answer`; an atomic view without a key has no ``run``.
+
+class RequestRun(Run):
+    """One request to a guarded view."""
+
+    guard: Guard
+    began = False
+
+    # -- what a framework adds -----------------------------------------------------------------------------------------
+
+    def respond(self) -> object:
+        """Run the view, and return its response, which is :meth:`kept`."""
+        raise NotImplementedError
+
+    def refusal(self, authorize: RequestFunction) -> object | None:
+        """Return the answer to a caller to whom ``authorize`` refuses the stored response, ``None`` to any other."""
+        raise NotImplementedError
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    def answer(self, identity: Identity | None, fingerprint: bytes | None) -> Any:
+        """Return the response of the view, or an :class:`.Answer`; an atomic view without a key has no ``identity``.
 
         Raises:
             RequestRefused: if the key is another request's or in use, or the store cannot be asked.
             Exception: what the view raises; the key is free then.
         """
+        guard = self.guard
+        self.name, self.policy, self.open_store = guard.name, guard.policy, guard.open_store  # type: ignore[method-assign]
         try:
-            if run is not None:
-                return execute(run, partial(run.call, view))
-            with atomic.transactional(self.open_store(), self.name).unguarded_transaction():
-                return view()
+            if identity is None:
+                store = atomic.transactional(self.open_store(), self.name)
+                with store.unguarded_transaction():
+                    return self.respond()
+            self.identity, self.fingerprint = identity, fingerprint
+            self.codec, self.sender = guard.codec, guard.sender
+            # A UUID, which records store in 16 bytes; uuid4() takes longer.
+            digits = os.urandom(16).hex()
+            self.task_id = (
+                f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+            )
+            self.worker = worker_name(os.getpid())
+            if self.policy.atomic:
+                self.in_transaction = atomic.run_body
+            return execute(self, self._respond_once)
         except FingerprintMismatch:
             raise RequestRefused(
                 "idempotency_key_reused",
@@ -78,35 +109,12 @@ class Guard:
 
     def kept(self, response: T, status: int, *, is_kept: bool = True) -> T:
         """Return the response of a view if it is one to repeat; any other leaves the view as an exception."""
-        if status >= 500 or status in self.options.unstored or not is_kept:
+        if status >= 500 or status in self.guard.options.unstored or not is_kept:
             raise _NotToKeepError(response)
         return response
 
-
-class RequestRun(Run):
-    """One request with a key; ``refusal`` returns the answer to a caller who may not have the stored response."""
-
-    began = False
-
-    def __init__(
-        self,
-        guard: Guard,
-        identity: Identity,
-        fingerprint: bytes,
-        refusal: Callable[[], object | None],
-    ) -> None:
-        self.identity, self.fingerprint, self.refusal = identity, fingerprint, refusal
-        self.name, self.policy, self.open_store = guard.name, guard.policy, guard.open_store  # type: ignore[method-assign]
-        self.codec, self.sender = guard.codec, guard.sender
-        # A UUID, which records store in 16 bytes; uuid4() takes longer.
-        digits = os.urandom(16).hex()
-        self.task_id = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-        self.worker = worker_name(os.getpid())
-        if self.policy.atomic:
-            self.in_transaction = atomic.run_body
-
-    def call(self, view: Body) -> object:
-        """Call the view, once: after that its files are read, and its user may have changed."""
+    def _respond_once(self) -> object:
+        """Run the view, once: after that its files are read, and its user may have changed."""
         if self.began:
             raise RequestRefused(
                 "rolled_back",
@@ -114,11 +122,13 @@ class RequestRun(Run):
                 " the same key again.",
             )
         self.began = True
-        return view()
+        return self.respond()
 
     def replay(self, record: Record, age_ms: int) -> object:  # noqa: ARG002
         """Repeat the stored response to a caller who may have it."""
-        return self.refusal() or stored_answer(record)
+        authorize = self.guard.options.authorize
+        refused = None if authorize is None else self.refusal(authorize)
+        return refused or stored_answer(record)
 
     def conflict(self, record: Record, left_ms: int) -> NoReturn:  # noqa: ARG002
         """Refuse a request whose key another one holds."""

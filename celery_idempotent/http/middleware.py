@@ -33,7 +33,6 @@ from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.protocol.run import Body
     from celery_idempotent.records import Identity, Stored
 
 Request = MutableMapping[str, Any]
@@ -194,8 +193,8 @@ class Response:
 def _pack(response: Response, *, name: str) -> Stored:
     why = f"it has more than {response.max_bytes} bytes" if response.is_large else ""
     body = b"" if why else b"".join(response.parts)
-    answer = Answer(response.status, response.headers, body, response.reason)
-    return pack_response(answer, max_bytes=response.max_bytes, name=name, why=why)
+    head = response.status, response.reason, response.headers
+    return pack_response(*head, body, max_bytes=response.max_bytes, name=name, why=why)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -238,31 +237,39 @@ class Middleware:
             return False
         return options.required or read_header(request, KEY_HEADER) is not None
 
-    def identity(self, request: Request, scope: object) -> Identity:
-        """Return the identity of a request; one with a bad key or without a caller is refused."""
-        key = requests.read_key(read_header(request, KEY_HEADER), required=True)
+
+class Exchange(RequestRun):
+    """A guarded request to an application, and the response to it."""
+
+    def __init__(self, middleware: Middleware, request: Request) -> None:
+        self.guard = middleware.guard
+        self.middleware, self.request, self.options = middleware, request, middleware.options
+        self.response = Response(self.options.max_response_bytes)
+
+    def identify(self, scope: object) -> Identity:
+        """Return the identity of the request; one with a bad key or without a caller is refused."""
+        # Two headers are no key: neither form of one has a line feed.
+        key = requests.read_key(read_header(self.request, KEY_HEADER, "\n"), required=True)
         return requests.http_identity(self.options.name, scope, str(key))
 
-    def answer(self, request: Request, identity: Identity, body: bytes, view: Body) -> object:
-        """Return the response of ``view``, which is :meth:`kept`, or an answer in its place; it may be refused."""
-        fingerprint = self._fingerprint(request, body)
-        run = RequestRun(self.guard, identity, fingerprint, partial(self._authorize, request))
-        return self.guard.answer(run, view)
+    def answer_with(self, identity: Identity, body: bytes) -> object:
+        """Return the response of the application, or an answer in its place."""
+        return self.answer(identity, self._fingerprint(body))
 
-    def kept(self, response: Response) -> Response:
-        """Return a response if it is one to repeat; any other leaves as an exception."""
-        is_kept = not (response.is_large and self.options.release_large)
-        return self.guard.kept(response, response.status, is_kept=is_kept)
-
-    def _authorize(self, request: Request) -> None:
-        authorize = self.options.authorize
-        if authorize is not None and authorize(request) is not True:
-            raise RequestRefused("replay_refused", "You may not see the response any more.")
-
-    def _fingerprint(self, request: Request, body: bytes) -> bytes:
-        own, (method, path, query) = self.options.fingerprint, _target(request)
+    def _fingerprint(self, body: bytes) -> bytes:
+        own, (method, path, query) = self.options.fingerprint, _target(self.request)
         try:
-            text = f"own {form(own(request, body))}" if own else _body_form(request, body)
+            text = f"own {form(own(self.request, body))}" if own else _body_form(self.request, body)
         except NoFormError as refused:
             raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
         return requests.request_fingerprint(method, path, _fields(query), text)
+
+    def kept_response(self) -> Response:
+        """Return the response if it is one to repeat; any other leaves as an exception."""
+        is_kept = not (self.response.is_large and self.options.release_large)
+        return self.kept(self.response, self.response.status, is_kept=is_kept)
+
+    def refusal(self, authorize: RequestFunction) -> None:
+        """Refuse a caller whom ``authorize`` does not accept."""
+        if authorize(self.request) is not True:
+            raise RequestRefused("replay_refused", "You may not see the response any more.")

@@ -19,8 +19,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from celery_idempotent.errors import InvalidKey
@@ -51,11 +50,12 @@ _ITEM = "|".join(
         r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',  # a display string
     )
 )
-#: Parameters mean nothing here, and RFC 9651 wants them ignored.
-_STRING: Final = re.compile(rf"({_QUOTED})(?:; *{_NAME}(?:=(?:{_ITEM}))?)*", re.ASCII)
+#: A string, whose parameters mean nothing here: RFC 9651 wants them ignored.
+_STRING = rf"({_QUOTED})(?:; *{_NAME}(?:=(?:{_ITEM}))?)*"
 #: Visible ASCII but what begins, separates or escapes something in a structured field: servers join a header that was
 #: sent twice with a comma.
-_BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]*")
+_BARE = r"([!#-+\--:<-\[\]-~]*)"
+_HEADER: Final = re.compile(f" *(?:{_BARE}|{_STRING}) *", re.ASCII)
 
 
 def read_key(raw: object, *, required: bool = False) -> str | None:
@@ -75,14 +75,15 @@ def read_key(raw: object, *, required: bool = False) -> str | None:
         )
     if not isinstance(raw, str) or len(raw) > MAX_HEADER_CHARS:
         raise _invalid(f"It has more than {MAX_HEADER_CHARS} characters.")
-    key = raw.strip(" ")
-    if found := _STRING.fullmatch(key):
-        key = re.sub(r"\\(.)", r"\1", found[1][1:-1])
-    elif not _BARE.fullmatch(key):
+    found = _HEADER.fullmatch(raw)
+    if found is None:
         raise _invalid(
             'It is neither one string of RFC 9651, such as "8e03978e-40d5", nor one bare value of printable ASCII, '
             'which has no spaces and none of " , ; and \\.'
         )
+    key = found[1]
+    if key is None:
+        key = re.sub(r"\\(.)", r"\1", found[2][1:-1])
     if not key:
         raise _invalid("It is empty.")
     # With each of its characters escaped, and two quotes. A shorter one cannot be too long.
@@ -121,31 +122,36 @@ def http_identity(namespace: str, scope: object, key: str) -> Identity:
 
 # -- the body ----------------------------------------------------------------------------------------------------------
 
+_LENGTH: Final = re.compile(r"[ \t]*([0-9]{1,18})[ \t]*")
 #: The form of a query string without fields.
 _NO_QUERY: Final = form({})
 
 
-def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) -> None:
-    """Compare the size of a body, which ``read`` receives and returns, with the one declared.
+def declared_size(content_length: object, *, max_bytes: int) -> int:
+    """Return the size of a body that its ``Content-Length`` declares, 0 without one.
+
+    Raises:
+        RequestRefused: ``body_unreadable`` or ``request_too_large``.
+    """
+    found = _LENGTH.fullmatch(str(content_length or "0"))
+    if found is None:
+        raise RequestRefused("body_unreadable", "Its Content-Length is not a number.")
+    size = int(found[1])
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return size
+
+
+def check_size(size: int, declared: int, *, max_bytes: int) -> None:
+    """Compare the size of a body that was received, -1 if the client hung up, with the one declared.
 
     A WSGI server reports no error when a body breaks off: a reader gets less, as if that were all.
 
     Raises:
-        RequestRefused: ``body_incomplete``, ``body_unreadable`` or ``request_too_large``.
+        RequestRefused: ``body_incomplete`` or ``request_too_large``.
     """
-    text = str(content_length or "0").strip()
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise RequestRefused("body_unreadable", "Its Content-Length is not a number.")
-    size = declared = int(text)
-    if declared <= max_bytes:
-        try:
-            size = read()
-        except OSError:  # of a server that notices that it broke off
-            size = -1
     if size > max_bytes:
-        raise RequestRefused(
-            "request_too_large", f"An idempotent request may have up to {max_bytes} bytes."
-        )
+        raise _too_large(max_bytes)
     if size < declared:
         raise RequestRefused(
             "body_incomplete",
@@ -153,20 +159,31 @@ def receive(content_length: object, *, max_bytes: int, read: Callable[[], int]) 
         )
 
 
+def _too_large(max_bytes: int) -> RequestRefused:
+    return RequestRefused(
+        "request_too_large", f"An idempotent request may have up to {max_bytes} bytes."
+    )
+
+
 def request_fingerprint(
     method: str, path: str, query: Mapping[str, Sequence[str]] | None, body: str
 ) -> bytes:
     """Return the fingerprint of a request; ``body`` is the form of its body: :func:`body_form`, or one of your own."""
     fields = form(dict(query)) if query else _NO_QUERY
-    return fingerprint_of(" ".join([quote(method), quote(path), fields, body]))
+    return fingerprint_of(f"{quote(method)} {quote(path)} {fields} {body}")
 
 
 def body_form(content_type: str, raw: bytes) -> str:
     """Return the form of a body that is no HTML form; ``content_type`` is in lower case, without parameters."""
     if content_type == "application/json" or content_type.endswith("+json"):
         # In UTF-8 (RFC 8259). Of a body that has no canonical form its bytes count.
-        with suppress(ValueError, RecursionError, NoFormError):
-            return f"json {form(_DECODER.decode(raw.decode()))}"
+        try:
+            text = raw.decode().strip(" \t\r\n")
+            value, end = _DECODER.raw_decode(text)
+            if end == len(text):
+                return f"json {form(value)}"
+        except (ValueError, RecursionError, NoFormError):
+            pass
     return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
 
 

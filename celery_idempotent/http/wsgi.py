@@ -9,7 +9,7 @@ from typing import Any
 
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, Headers, RequestRefused
-from celery_idempotent.http.middleware import Middleware, Request, Response
+from celery_idempotent.http.middleware import Exchange, Middleware, Request, Response
 
 Write = Callable[[bytes], object]
 StartResponse = Callable[..., Write]
@@ -29,18 +29,15 @@ class IdempotencyMiddleware(Middleware):
         return unguarded
 
 
-class _Exchange:
-    """A guarded request and the response to it."""
-
+class _Exchange(Exchange):
     #: The server's; it has a part of the response then.
     write: Write | None = None
 
     def __init__(
         self, middleware: Middleware, environ: Request, start_response: StartResponse
     ) -> None:
-        self.middleware = middleware
-        self.environ, self.server_start = environ, start_response
-        self.response = Response(middleware.options.max_response_bytes)
+        super().__init__(middleware, environ)
+        self.server_start = start_response
         self.at_end = ExitStack()
 
     def serve(self) -> Iterable[bytes]:
@@ -49,7 +46,7 @@ class _Exchange:
             try:
                 found = self._answer()
             except RequestRefused as refused:
-                found = refused.answer(self.middleware.options.docs_url)
+                found = refused.answer(self.options.docs_url)
             if self.write is None:
                 if isinstance(found, Answer):
                     self.response.become(found)
@@ -60,14 +57,14 @@ class _Exchange:
 
     def _answer(self) -> object:
         """Return the response of the application, or an answer in its place."""
-        middleware, environ = self.middleware, self.environ
-        identity = middleware.identity(environ, middleware.scope(environ))
-        body = _read(environ, middleware.options.max_request_bytes)
+        environ = self.request
+        identity = self.identify(self.middleware.scope(environ))
+        body = _read(environ, self.options.max_request_bytes)
         self.environ = {**environ, "wsgi.input": BytesIO(body), "CONTENT_LENGTH": str(len(body))}
         self.environ.pop("HTTP_TRANSFER_ENCODING", None)
-        return middleware.answer(environ, identity, body, self._run)
+        return self.answer_with(identity, body)
 
-    def _run(self) -> Response:
+    def respond(self) -> Response:
         """Run the application, and return its response when that is complete."""
         parts = self.middleware.app(self.environ, self._start_response)
         self.at_end.callback(getattr(parts, "close", lambda: None))
@@ -75,7 +72,7 @@ class _Exchange:
             self._add(part)
         if not self.response.status:
             raise RuntimeError("the application did not call start_response")
-        return self.middleware.kept(self.response)
+        return self.kept_response()
 
     def _start_response(self, status: str, headers: Headers, exc_info: Any = None) -> Write:
         if self.write is not None:
@@ -108,18 +105,18 @@ class _Rest(list[bytes]):
 
 def _read(environ: Request, limit: int) -> bytes:
     """Receive the body, whole and within its limit."""
-    length, is_chunked = environ.get("CONTENT_LENGTH"), "HTTP_TRANSFER_ENCODING" in environ
+    is_chunked = "HTTP_TRANSFER_ENCODING" in environ
     if is_chunked and not environ.get("wsgi.input_terminated"):
         raise RequestRefused("length_required", "Send the body with its Content-Length.")
-    parts: list[bytes] = []
-
-    def read() -> int:
-        # No more than there is: a server may wait for the rest of an input that it does not end.
-        left = limit + 1 if is_chunked else int(length or 0)
+    declared = requests.declared_size(environ.get("CONTENT_LENGTH"), max_bytes=limit)
+    # No more than there is: a server may wait for the rest of an input that it does not end.
+    parts, left = list[bytes](), limit + 1 if is_chunked else declared
+    try:
         while left and (part := environ["wsgi.input"].read(min(left, 65_536))):
             parts.append(part)
             left -= len(part)
-        return sum(map(len, parts))
-
-    requests.receive(length, max_bytes=limit, read=read)
+        size = sum(map(len, parts))
+    except OSError:  # of a server that notices that it broke off
+        size = -1
+    requests.check_size(size, declared, max_bytes=limit)
     return b"".join(parts)

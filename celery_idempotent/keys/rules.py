@@ -33,11 +33,15 @@ from celery_idempotent.keys.stamp import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
+#: A str in ASCII that is its own canonical text.
+_CANONICAL = re.compile(rf"(?!-?[0-9]+\Z)[A-Za-z0-9_.:/-][ -~]{{0,{MAX_CHARS - 1}}}")
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
 
 
 def canonical(value: object, *, what: str = "key", task: str) -> str:
     """Return the canonical text of a raw key or scope; raise ``InvalidKey``, without the value, for a bad one."""
+    if type(value) is str and _CANONICAL.fullmatch(value):
+        return value
     try:
         text = _text(value)
         if text in ("", "[]"):

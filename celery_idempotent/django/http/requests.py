@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import partial
 from io import SEEK_END, BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,12 +97,17 @@ def receive(request: HttpRequest, options: HttpOptions) -> None:
     Raises:
         RequestRefused: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
     """
-    meta = request.META
+    meta, limit = request.META, options.max_request_bytes
     if "HTTP_TRANSFER_ENCODING" in meta and isinstance(request, WSGIRequest):
         # To Django there is no body.
         raise RequestRefused("length_required", "Send the body with its Content-Length.")
-    read = partial(_read, request)
-    requests.receive(meta.get("CONTENT_LENGTH"), max_bytes=options.max_request_bytes, read=read)
+    declared = requests.declared_size(meta.get("CONTENT_LENGTH"), max_bytes=limit)
+    try:
+        size = _read(request)
+    except OSError:  # of a server that notices that it broke off
+        size = -1
+    if size != declared:
+        requests.check_size(size, declared, max_bytes=limit)
 
 
 def _read(request: Any) -> int:

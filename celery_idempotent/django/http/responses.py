@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.serializers.json import DjangoJSONEncoder
@@ -23,7 +23,7 @@ def response_of(answer: Answer) -> HttpResponse:
     """Return an answer as a response of Django's."""
     headers, body = answer.encoded(DjangoJSONEncoder)
     response = HttpResponse(body, status=answer.status, reason=answer.reason, headers=headers)
-    if "content-type" not in map(str.lower, headers):
+    if "Content-Type" not in headers and "content-type" not in map(str.lower, headers):
         del response["Content-Type"]
     return response
 
@@ -40,15 +40,12 @@ def pack_response(response: HttpResponseBase, *, max_bytes: int, name: str) -> S
     body, why = b"", "it is streamed"
     if isinstance(response, HttpResponse):
         body, why = response.content, ""
-    headers = list(response.headers.items())
-    answer = Answer(response.status_code, headers, body, response.reason_phrase)
-    return answers.pack_response(answer, max_bytes=max_bytes, name=name, why=why)
+    head = response.status_code, response.reason_phrase, response.headers.items()
+    return answers.pack_response(*head, body, max_bytes=max_bytes, name=name, why=why)
 
 
-def returned_response(returned: object, name: str) -> HttpResponseBase:
-    """Return what a view returned, if it is a response."""
-    if isinstance(returned, HttpResponseBase):
-        return returned
+def refuse_returned(returned: object, name: str) -> NoReturn:
+    """Refuse what a view returned, which is no response."""
     if inspect.iscoroutine(returned):
         returned.close()
     raise ImproperlyConfigured(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial, wraps
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
@@ -27,11 +27,11 @@ from celery_idempotent.django.http.requests import (
     receive,
     request_fingerprint,
 )
-from celery_idempotent.django.http.responses import pack_response, response_of, returned_response
+from celery_idempotent.django.http.responses import pack_response, refuse_returned, response_of
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import Guard, RequestRun, to_the_end
-from celery_idempotent.http.options import METHODS
+from celery_idempotent.http.options import METHODS, RequestFunction
 from celery_idempotent.http.requests import http_identity, read_key
 from celery_idempotent.records import HTTP_NAMESPACE
 from celery_idempotent.stores import get_store
@@ -87,24 +87,23 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
 
     @wraps(view)
     def call(*args: Any, **kwargs: Any) -> object:
-        asked = _Call(decorated, args, kwargs)
+        asked = _Call(decorated, view, args, kwargs)
         try:
-            run = partial(view, *args, **kwargs)
-            return asked.answer(run) if asked.is_guarded() else run()
+            return asked.guarded() if asked.is_guarded() else view(*args, **kwargs)
         except RequestRefused as refused:
-            return asked.refusal(refused)
+            return asked.refused(refused)
 
     @wraps(view)
     async def await_(*args: Any, **kwargs: Any) -> object:
-        asked = _Call(decorated, args, kwargs)
+        asked = _Call(decorated, view, args, kwargs)
         try:
             if not asked.is_guarded():
                 return await view(*args, **kwargs)
             # The protocol in the thread of this request; the view itself goes back to the event loop.
-            run = partial(async_to_sync(view), *args, **kwargs)
-            return await to_the_end(sync_to_async(asked.answer)(run))
+            asked.view = async_to_sync(view)
+            return await to_the_end(sync_to_async(asked.guarded)())
         except RequestRefused as refused:
-            return asked.refusal(refused)
+            return asked.refused(refused)
 
     return await_ if iscoroutinefunction(view) else call
 
@@ -132,18 +131,29 @@ class _DecoratedView:
         return Guard(self.name, self, options, partial(get_store, celery_app()), pack)
 
 
-class _Call:
+class _Call(RequestRun):
     """One call of a view: ``seen`` is the request that it gets, ``request`` Django's own that may be within."""
 
-    def __init__(self, view: _DecoratedView, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        at = 0 if hasattr(args[0], "META") else 1  # of a method
-        self.view, self.guard, self.options = view, view.guard, view.guard.options
-        self.seen, self.args, self.kwargs = args[at], args[at + 1 :], kwargs
-        self.request = request = getattr(self.seen, "_request", self.seen)
+    #: The view of Django REST framework that handles the request, ``None`` of any other kind.
+    rest: Any = None
+
+    def __init__(
+        self,
+        decorated: _DecoratedView,
+        view: ViewFunction,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.guard = decorated.guard
+        self.view, self.guards, self.args, self.kwargs = view, decorated.guards, args, kwargs
+        self.at = at = 0 if hasattr(args[0], "META") else 1  # of a method
+        self.seen = seen = args[at]
+        self.options = self.guard.options
+        self.request = request = getattr(seen, "_request", seen)
         request.idempotency_key, request.idempotency_options = None, self.options
-        #: The view of Django REST framework that handles the request, ``None`` of any other kind.
-        view_of_rest = (getattr(self.seen, "parser_context", None) or {}).get("view")
-        self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
+        if request is not seen:
+            view_of_rest = (getattr(seen, "parser_context", None) or {}).get("view")
+            self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
 
     def is_guarded(self) -> bool:
         """Read the key, and the body of a request that is to be queued; is there more to do than to call the view?"""
@@ -152,65 +162,65 @@ class _Call:
             return False
         key = read_key(request.META.get(KEY_META), required=options.required)
         request.idempotency_key = key
-        if not self.view.guards:
+        if not self.guards:
             receive(request, options)
             return False
         return key is not None or options.atomic
 
-    def answer(self, run: Callable[[], object]) -> HttpResponseBase:
+    def guarded(self) -> HttpResponseBase:
         """Answer the request, from the view or from the record."""
-        key, claiming = self.request.idempotency_key, None
+        key, options = self.request.idempotency_key, self.options
+        identity = fingerprint = None
         if key is not None:
-            receive(self.request, self.options)
-            identity = http_identity(HTTP_NAMESPACE, caller_scope(self.seen, self.options), key)
-            fingerprint = request_fingerprint(self.request, self.seen, self.options)
-            claiming = RequestRun(self.guard, identity, fingerprint, self._refused_replay)
-        if self.options.atomic:
+            receive(self.request, options)
+            identity = http_identity(HTTP_NAMESPACE, caller_scope(self.seen, options), key)
+            fingerprint = request_fingerprint(self.request, self.seen, options)
+        if options.atomic:
             _refuse_open_transactions()
-        found = self.guard.answer(claiming, partial(self._run, run))
-        response = response_of(found) if isinstance(found, Answer) else found
-        return self._finished(cast("HttpResponseBase", response))
+        found = self.answer(identity, fingerprint)
+        response: HttpResponseBase = response_of(found) if isinstance(found, Answer) else found
+        return response if self.rest is None else self._finished(response)
 
-    def _run(self, run: Callable[[], object]) -> HttpResponseBase:
+    def respond(self) -> HttpResponseBase:
         """Call the view, and finish its response: its bytes are stored."""
         if not self.options.atomic:  # else its own transaction is open by now
             _refuse_open_transactions()
-        returned = run()
+        returned = self.view(*self.args, **self.kwargs)
         if self.rest is not None:
             returned = self.rest.finalize_response(self.seen, returned, **self.kwargs)
-        response = returned_response(returned, self.view.name)
-        if not getattr(response, "is_rendered", True):
-            response = response.render()  # type: ignore[attr-defined]  # of a template
-        return self.guard.kept(response, response.status_code)
+        if not isinstance(returned, HttpResponseBase):
+            refuse_returned(returned, self.guard.name)
+        if not getattr(returned, "is_rendered", True):
+            returned = returned.render()  # type: ignore[attr-defined]  # of a template
+        response: HttpResponseBase = returned
+        return self.kept(response, response.status_code)
 
-    def _refused_replay(self) -> HttpResponseBase | None:
-        """Return the answer to a caller who may not have the replay, ``None`` for any other."""
-        if self.options.authorize is None:
-            return None
-        found = self.options.authorize(self.seen, *self.args, **self.kwargs)
+    def refusal(self, authorize: RequestFunction) -> HttpResponseBase | None:
+        """Ask about the request and the URL's arguments."""
+        found = authorize(*self.args[self.at :], **self.kwargs)
         if isinstance(found, HttpResponseBase):
             return found
         if found is not True:  # for example a coroutine
             raise PermissionDenied
         return None
 
-    def refusal(self, refused: RequestRefused) -> HttpResponseBase:
+    def refused(self, refused: RequestRefused) -> HttpResponseBase:
         """Return the answer to a request that is not carried out."""
-        return self._finished(response_of(refused.answer(self.options.docs_url)))
+        response = response_of(refused.answer(self.options.docs_url))
+        return response if self.rest is None else self._finished(response)
 
     def _finished(self, response: HttpResponseBase) -> HttpResponseBase:
         """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
-        if (view := self.rest) is not None:
-            finalize = view.finalize_response
-            view.finalize_response = lambda request, made, *args, **kwargs: (
-                made if made is response else finalize(request, made, *args, **kwargs)
-            )
+        finalize = self.rest.finalize_response
+        self.rest.finalize_response = lambda request, made, *args, **kwargs: (
+            made if made is response else finalize(request, made, *args, **kwargs)
+        )
         return response
 
 
 def _refuse_open_transactions() -> None:
     """Refuse to run inside a transaction: a record is settled after the COMMIT."""
-    for connection in connections.all(initialized_only=True):
+    for connection in connections.all():
         for block in getattr(connection, "atomic_blocks", ()):
             if not getattr(block, "_from_testcase", False):
                 raise ImproperlyConfigured(
