@@ -32,7 +32,7 @@ _TABLE = (
 _INSERT = (
     "INSERT INTO bare VALUES (%s, %s, 'P', %s) ON CONFLICT (digest) DO NOTHING RETURNING token"
 )
-_LOCK = "SELECT state FROM bare WHERE digest = %s FOR UPDATE"
+_LOCK = "SELECT state FROM bare WHERE digest = %s AND token = %s FOR UPDATE"
 _UPDATE = "UPDATE bare SET state = 'C', value = %s WHERE digest = %s AND token = %s"
 
 
@@ -59,8 +59,7 @@ def main(rounds: int, calls: int, seed: int) -> None:
 
         operations: dict[str, Callable[[], Call]] = {
             "bare INSERT and UPDATE": by_hand(_bare),
-            "SELECT … FOR UPDATE held around both": by_hand(_held),
-            "SELECT … FOR UPDATE in a transaction each": by_hand(_locked),
+            "a transaction by hand": by_hand(_transaction),
             "claim and settle": lambda: functools.partial(_pair, store, next(free)),
             "in the task's own transaction": lambda: functools.partial(_atomic, store, next(free)),
             "claim of a completed key (replay)": lambda: prepared_claim(
@@ -77,20 +76,11 @@ def _bare(key: str, digest: bytes) -> None:
     execute(_UPDATE, (RESULT.body, digest, 17))
 
 
-def _held(key: str, digest: bytes) -> None:
-    """What people write by hand: look at the row, hold it while the task works, and store the end."""
+def _transaction(key: str, digest: bytes) -> None:
+    """What an atomic run promises: a claim that others see, a lock meanwhile, an end that commits with the writes."""
+    execute(_INSERT, (digest, 17, key))
     with transaction.atomic():
-        execute(_LOCK, (digest,))
-        _bare(key, digest)
-
-
-def _locked(key: str, digest: bytes) -> None:
-    """The same in two transactions, so that others see that the task runs, and nothing is held meanwhile."""
-    with transaction.atomic():
-        execute(_LOCK, (digest,))
-        execute(_INSERT, (digest, 17, key))
-    with transaction.atomic():
-        execute(_LOCK, (digest,))
+        execute(_LOCK, (digest, 17))
         execute(_UPDATE, (RESULT.body, digest, 17))
 
 

@@ -265,7 +265,7 @@ class DjangoStore(Store):
         place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
         letters = {LETTERS[state] for state in selection.wanted}
         now_ms, found, looked = _now_ms(session), list[Record](), 0
-        while True:
+        while len(found) < limit and looked < look_at:
             batch = min(look_at - looked, max(4 * limit, 100))
             rows = _stretch(session, order, where, place, batch)
             for at, name, namespace, scope, key, *row in rows:
@@ -281,8 +281,6 @@ class DjangoStore(Store):
                 if len(rows) < batch:
                     place = None  # the end
                     break
-            if len(found) == limit or looked >= look_at:
-                break
         return Page(
             records=tuple(found),
             cursor="" if place is None else write_cursor(kind, *place),

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("django")
 
+from celery_idempotent.django.sql.dialects import dialect_of
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.signals import counters
 from tests.sql import databases
@@ -76,8 +77,9 @@ def open_store(
         if own.connection is not None and not own.is_usable():
             own.close()  # another test ended every session there was
         databases.clear(alias)
-        _aliases[alias].connections._dialect = None
-        return _aliases[alias]
+        store = _aliases[alias]
+        store.connections.session_of(own).dialect.now_us = dialect_of(own.vendor).now_us
+        return store
 
     return open_
 

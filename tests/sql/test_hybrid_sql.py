@@ -52,13 +52,13 @@ def store(alias: str, redis_url: str, prefix: str) -> Iterator[Any]:
 def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every statement of the store, on whatever connection."""
     said: list[str] = []
-    executed = Session._executed
+    execute = Session._execute
 
-    def listen(self: Session, sql: str, params: Any) -> Any:
+    def listen(self: Session, sql: str, *args: Any) -> Any:
         said.append(sql)
-        return executed(self, sql, params)
+        return execute(self, sql, *args)
 
-    monkeypatch.setattr(Session, "_executed", listen)
+    monkeypatch.setattr(Session, "_execute", listen)
     return said
 
 

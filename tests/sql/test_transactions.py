@@ -142,7 +142,7 @@ def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(
     else:
         stores.clear()
         gc.collect()
-    assert [connection.connection for connection in idle] == [None] * len(idle)
+    assert [session.connection.connection for session in idle] == [None] * len(idle)
     assert idle or store.connections.own().vendor == "sqlite"
 
 

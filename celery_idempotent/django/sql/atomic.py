@@ -22,7 +22,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -218,40 +218,23 @@ class ClaimTransaction:
             found = self._lock_row() if vendor == "postgresql" else self._lock_all()
         if not found:
             raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
-        if found != [(1,)]:
+        if not found[0][0]:
             # The server may not know yet that it is gone.
             raise StoreUnavailable("another session is still in the transaction of this claim")
         if vendor != "postgresql":
             self._session.execute(f"SAVEPOINT {_SAVEPOINT}")
 
-    # Each returns ``[(1,)]`` if the lock is ours, ``[(0,)]`` if it is another's, nothing if the claim is over.
+    # Each returns a row whose first column is false if the lock is another's, and none if the claim is over.
 
     def _lock_all(self) -> list[tuple[Any, ...]]:
         """Take SQLite's write lock first thing, by a write: a reader cannot wait for that later."""
-        ours = self._session.execute(
-            f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}", self._claim
-        )
-        return [(1,)] * ours
+        write = f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}"
+        return [(1,)] * self._session.execute(write, self._claim)
 
     def _lock_row(self) -> list[tuple[Any, ...]]:
-        lease_ms = self._lease_ms
-        bounds = {
-            "idle_in_transaction_session_timeout": lease_ms,
-            # For a client that takes no more of a result, over TCP.
-            "tcp_user_timeout": lease_ms,
-        }
         raw: Any = self._own.connection
-        if raw.info.server_version >= 140_000:
-            # For a statement of a worker that was killed: without, the server goes on with it.
-            bounds["client_connection_check_interval"] = min(lease_ms, _CHECK_MS)
-        found = self._session.rows(
-            f"SELECT CASE WHEN pg_try_advisory_xact_lock({POSTGRESQL_LOCK}) THEN 1 ELSE 0 END,"
-            f" {', '.join(_shorter(name, ms) for name, ms in bounds.items())},"
-            " set_config('celery_idempotent.token', r.token::text, true)"
-            f" FROM celery_idempotent_record r WHERE {_OURS}",
-            self._claim,
-        )
-        return [row[:1] for row in found]
+        statement = _lock_statement(self._lease_ms, raw.info.server_version)
+        return self._session.rows(statement, self._claim)
 
     def _lock_session(self) -> list[tuple[Any, ...]]:
         """Take the lock before the BEGIN: it and the time-out are the session's, and :meth:`_unlock` undoes both."""
@@ -348,8 +331,7 @@ class ClaimTransaction:
         # Asked after the lock was found free: what was committed is visible before its locks are free.
         stored = self._connections.run(lambda session: RowSnapshot(session, identity).stored)
         found = None if stored is None else stored.record
-        settled = found is not None and found.state.settled and not found.swept
-        if found is None or found.token != token or not settled:
+        if found is None or found.token != token or found.swept or not found.state.settled:
             return False
         waiting, self._waiting = self._waiting, []
         for function in waiting:
@@ -455,11 +437,24 @@ def drop(own: BaseDatabaseWrapper) -> None:
         own.connection = None
 
 
-def _shorter(name: str, ms: int) -> str:
-    """Return what sets a time-out of PostgreSQL for the transaction, unless a shorter one is set."""
-    known = f"current_setting('{name}')"
-    # Usually none is set, and nothing has to be parsed.
-    return (
-        f"set_config('{name}', CASE WHEN {known} <> '0' AND {known}::interval < '{ms}ms'"
-        f" THEN {known} ELSE '{ms}ms' END, true)"
-    )
+@lru_cache
+def _lock_statement(lease_ms: int, version: int) -> str:
+    """Return what takes PostgreSQL's lock, and sets time-outs for the transaction unless shorter ones are set."""
+    bounds = {
+        "idle_in_transaction_session_timeout": lease_ms,
+        # For a client that takes no more of a result, over TCP.
+        "tcp_user_timeout": lease_ms,
+    }
+    if version >= 140_000:
+        # For a statement of a worker that was killed: without, the server goes on with it.
+        bounds["client_connection_check_interval"] = min(lease_ms, _CHECK_MS)
+    columns = [f"pg_try_advisory_xact_lock({POSTGRESQL_LOCK})"]
+    for name, ms in bounds.items():
+        known = f"current_setting('{name}')"
+        # Usually none is set, and nothing has to be parsed.
+        columns.append(
+            f"set_config('{name}', CASE WHEN {known} <> '0' AND {known}::interval < '{ms}ms'"
+            f" THEN {known} ELSE '{ms}ms' END, true)"
+        )
+    columns.append("set_config('celery_idempotent.token', r.token::text, true)")
+    return f"SELECT {', '.join(columns)} FROM celery_idempotent_record r WHERE {_OURS}"

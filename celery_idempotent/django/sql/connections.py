@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -72,7 +73,10 @@ class _Changed(Exception):
 
 
 class Session:
-    """One connection for the length of one verb; with ``prepare`` psycopg prepares each statement at once."""
+    """A connection and its statements; with ``prepare`` psycopg prepares each of them at once."""
+
+    #: psycopg's, of the connection as it is open now.
+    _cursor: Any = None
 
     def __init__(
         self, connection: BaseDatabaseWrapper, dialect: Dialect, *, prepare: bool | None = None
@@ -81,29 +85,27 @@ class Session:
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
-        with self._executed(sql, params) as cursor:
-            return int(cursor.rowcount)
+        return int(self._execute(sql, params, attrgetter("rowcount")))
 
     def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run a statement; return its rows."""
-        with self._executed(sql, params) as cursor:
-            return list(cursor.fetchall())
+        return list(self._execute(sql, params, methodcaller("fetchall")))
 
-    @contextlib.contextmanager
-    def _executed(self, sql: str, params: Sequence[Any]) -> Iterator[Any]:
+    def _execute(self, sql: str, params: Sequence[Any], read: Callable[[Any], Any]) -> Any:
         raw: Any = self.connection.connection
         if raw is None or not _is_psycopg_3(self.connection):
             with self.connection.cursor() as cursor:
                 cursor.execute(sql, params)
-                yield cursor
-            return
-        from psycopg import Cursor
-
-        if self._prepare and raw.prepare_threshold is None:
-            raw.prepare_threshold = _NEVER
+                return read(cursor)
         # Not by Django's cursor, which takes longer, and has none prepared: planning takes longer than executing.
-        with self.connection.wrap_database_errors, Cursor(raw) as cursor:
-            yield cursor.execute(sql, params, prepare=self._prepare)
+        if self._cursor is None or self._cursor.connection is not raw:
+            from psycopg import Cursor
+
+            if self._prepare and raw.prepare_threshold is None:
+                raw.prepare_threshold = _NEVER
+            self._cursor = Cursor(raw)
+        with self.connection.wrap_database_errors:
+            return read(self._cursor.execute(sql, params, prepare=self._prepare))
 
     def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
@@ -134,8 +136,8 @@ class Connections:
 
     def _begin_empty(self) -> None:
         """Begin without connections: at first, and in a forked child."""
-        self._open: set[BaseDatabaseWrapper] = set()
-        self._idle: list[BaseDatabaseWrapper] = []
+        self._open: set[Session] = set()
+        self._idle: list[Session] = []
         # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(MAX_OPEN):
@@ -234,22 +236,22 @@ class Connections:
         text = str(error).strip().split("\n", 1)[0]
         return StoreUnavailable(f"{where} cannot serve us at the moment: {text}")
 
-    @contextlib.contextmanager
-    def _session(self, own: BaseDatabaseWrapper) -> Iterator[Session]:
-        """Give the connection for one verb; if it breaks, close it, so that no later query gets a broken one."""
+    def _session(self, own: BaseDatabaseWrapper) -> contextlib.AbstractContextManager[Session]:
+        """Return the session of one verb."""
         self.tested = self.tested or under_test()
-        if in_testcase(own):
-            # A statement that fails shall not break the test's transaction.
-            with atomic(self.alias):
-                yield self.session_of(own)
-        elif own.vendor == "sqlite" and not own.needs_rollback:
-            yield self.session_of(own)
-        else:
-            with self._lent() as connection:
-                yield self.session_of(connection)
+        if in_testcase(own) or (own.vendor == "sqlite" and not own.needs_rollback):
+            return self._joining(own)
+        return self._lent()
 
     @contextlib.contextmanager
-    def _lent(self) -> Iterator[BaseDatabaseWrapper]:
+    def _joining(self, own: BaseDatabaseWrapper) -> Iterator[Session]:
+        # A statement that fails shall not break a test's transaction.
+        with atomic(self.alias) if in_testcase(own) else contextlib.nullcontext():
+            yield self.session_of(own)
+
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[Session]:
+        """Give one of the store's own; if it breaks, close it, so that no later verb gets a broken one."""
         tickets, got = self._tickets, True
         # An exception out of a signal handler may lose a ticket for good. After the wait the verb goes on without one.
         try:
@@ -260,33 +262,33 @@ class Connections:
             if under_test():  # an alias stands for another database then
                 self.close()
             try:
-                connection = self._idle.pop()
+                session = self._idle.pop()
             except IndexError:
-                connection = self._new()
+                session = self._new()
             is_reusable = False
             try:
-                if connection.connection is None:
-                    self._connect(connection)
-                yield connection
+                if session.connection.connection is None:
+                    self._connect(session)
+                yield session
                 is_reusable = True
             except (_Changed, IdempotencyError):
                 is_reusable = True
                 raise
             except Error as error:
                 # Any other exception may come out of a signal handler, in the middle of an exchange with the server.
-                is_reusable = kind(error, connection.vendor) != "lost"
+                is_reusable = kind(error, session.dialect.vendor) != "lost"
                 raise
             finally:
                 # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
                 if is_reusable and len(self._idle) < MAX_IDLE and not under_test():
-                    self._idle.append(connection)
+                    self._idle.append(session)
                 else:
-                    self._close(connection)
+                    self._close(session)
         finally:
             if got:
                 tickets.put(None)
 
-    def _new(self) -> BaseDatabaseWrapper:
+    def _new(self) -> Session:
         connection = connections.create_connection(self.alias)
         settings = connection.settings_dict
         left_out = ("pool", "server_side_binding", "isolation_level", "prepare_threshold")
@@ -299,36 +301,38 @@ class Connections:
             options.setdefault("charset", "utf8mb4")
         connection.settings_dict = {**settings, "OPTIONS": options}
         connection.inc_thread_sharing()
-        self._open.add(connection)
-        return connection
+        session = self.session_of(connection)
+        self._open.add(session)
+        return session
 
-    def _connect(self, connection: BaseDatabaseWrapper) -> None:
+    def _connect(self, session: Session) -> None:
         """Open it. psycopg has the server plan a statement once: planning a claim takes longer than executing it."""
+        connection = session.connection
         connection.ensure_connection()
         raw = connection.connection
         if not _is_psycopg_3(connection) or raw is None:
             return
         if self.prepares is None:
             # A pooler says that it is the session, and a statement may find another one than prepared it.
-            ((session,),) = self.session_of(connection).rows("SELECT pg_backend_pid()")
+            ((pid,),) = session.rows("SELECT pg_backend_pid()")
             pooled = connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-            self.prepares = session == raw.info.backend_pid and not pooled
+            self.prepares = pid == raw.info.backend_pid and not pooled
         if self.prepares:
             raw.prepare_threshold = _PREPARE_AFTER
 
-    def _close(self, connection: BaseDatabaseWrapper) -> None:
-        self._open.discard(connection)
-        _close_all({connection})
+    def _close(self, session: Session) -> None:
+        self._open.discard(session)
+        _close_all({session})
 
 
 def _is_psycopg_3(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "postgresql" and _PSYCOPG_3
 
 
-def _close_all(opened: set[BaseDatabaseWrapper]) -> None:
+def _close_all(opened: set[Session]) -> None:
     # Not by Django's own close(): it refuses wherever an event loop runs, and garbage is collected there, too.
-    for connection in opened:
-        raw, connection.connection = connection.connection, None
+    for session in opened:
+        raw, session.connection.connection = session.connection.connection, None
         if raw is not None:
             with contextlib.suppress(Exception):
                 raw.close()

@@ -56,6 +56,7 @@ _MARK = f"coalesce((SELECT value FROM celery_idempotent_mark WHERE id = {TOKENS}
 _WRITE = ", ".join(f"{name} = %s" for name in COLUMNS)
 
 
+@lru_cache(maxsize=256)
 def digest(identity: Identity) -> bytes:
     """Return what finds the row of an identity."""
     text = _sized(identity.namespace) + _sized(identity.scope) + identity.key.encode()
