@@ -63,7 +63,7 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Stored:
     """A serialized value or exception, as kombu's registry wrote it."""
 
@@ -72,7 +72,7 @@ class Stored:
     body: bytes = field(repr=False)  # a repr goes to logs
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Record:
     """The state and history of one key; times are milliseconds since the epoch by the store's clock.
 
@@ -136,7 +136,7 @@ class Record:
         return over and self.state is State.PROCESSING
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ClaimRequest:
     """A worker's request for a key; while the claim holds, the same ``attempt`` gets the same token again.
 
@@ -170,7 +170,7 @@ class ReserveRequest:
     uncommitted: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SettleRequest:
     """The end of the claim that returned ``record``, for a store to keep for ``keep_ms``.
 
@@ -189,7 +189,7 @@ class SettleRequest:
     note: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ResultWrite:
     """A write of a result backend in Redis to ``key``, for ``expires_s`` (0: for ever), and to its channel."""
 

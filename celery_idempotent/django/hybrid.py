@@ -26,7 +26,7 @@ from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUna
 from celery_idempotent.records import Identity, Record, Settled, SettleRequest, State
 from celery_idempotent.stores.base import Store, Taken
 from celery_idempotent.stores.redis.format import Keyspace, pack, unpack
-from celery_idempotent.stores.redis.servers import Command, Reply, exchange, link_and_prefix, plain
+from celery_idempotent.stores.redis.servers import Command, Reply, exchange, link_and_prefix
 from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Cache:
     def look(self, identity: Identity) -> Settled | None:
         """Return what is cached; ``None`` also without an answer, and for what this version cannot read."""
         name = self._name(identity)
-        entry, left_ms = self._ask(plain(b"GET", name), plain(b"PTTL", name)) or (None, 0)
+        entry, left_ms = self._ask((b"GET", name), (b"PTTL", name)) or (None, 0)
         if not entry or entry == b"T" or left_ms < 0:
             return None
         try:
@@ -71,7 +71,7 @@ class Cache:
         """Return the right to fill in what is read from now on, ``None`` without an answer."""
         bucket, brace, _ = self._name(identity).partition(b"}")
         ticket = bucket + brace + b"!" + os.urandom(8)
-        made = self._ask(plain(b"SET", ticket, b"", b"PX", b"%d" % _TICKET_MS))
+        made = self._ask((b"SET", ticket, b"", b"PX", b"%d" % _TICKET_MS))
         return ticket if made else None
 
     def fill(self, identity: Identity, ticket: bytes, snapshot: Snapshot) -> None:
@@ -86,16 +86,14 @@ class Cache:
         final = not (record.swept or record.settled_by_operator)
         if final and left_ms > 0 and len(entry) <= _MAX_BYTES:
             self._ask(
-                plain(b"SET", ticket, entry, b"XX", b"PX", b"%d" % left_ms),
-                plain(b"COPY", ticket, self._name(identity)),
-                plain(b"DEL", ticket),
+                (b"SET", ticket, entry, b"XX", b"PX", b"%d" % left_ms),
+                (b"COPY", ticket, self._name(identity)),
+                (b"DEL", ticket),
             )
 
     def bury(self, identity: Identity, *, must: bool) -> None:
         """Leave a tombstone; if it ``must`` be there, raise where the server did not take it."""
-        self._ask(
-            plain(b"SET", self._name(identity), b"T", b"PX", b"%d" % _TOMBSTONE_MS), must=must
-        )
+        self._ask((b"SET", self._name(identity), b"T", b"PX", b"%d" % _TOMBSTONE_MS), must=must)
 
     def close(self) -> None:
         """Close the idle connections."""

@@ -197,9 +197,9 @@ class Store(ABC):
         assert snapshot.stored is not None
         old, now_ms = snapshot.stored.record, snapshot.now_us // 1000
         if answer == "held":
-            return records.Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
+            return records.Held(old, max((old.deadline_ms or 0) - now_ms, 0))
         if answer == "settled":
-            return records.Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
+            return records.Settled(old, max(now_ms - old.updated_ms, 0))
         return records.Mismatched(old)
 
     def _ask(self, verb: Verb, identity: Identity, args: VerbArguments) -> bool:

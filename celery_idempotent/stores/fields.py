@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
@@ -47,18 +47,17 @@ class FieldCodec:
             for each in fields(Record)
             if each.default is not MISSING and each.name not in left_out
         } | {"requeues": 0}
-        self._usual = lru_cache(maxsize=64)(self._line)
+        #: Returns the line of these fields and the kind of the value. Most runs of a process have the same.
+        self.line: Callable[..., bytes] = lru_cache(maxsize=64)(self._line)
 
-    def encode(
+    def extended(
         self,
-        fields: Mapping[str, Any],
+        line: bytes,
         others: dict[str, Any],
-        value: Stored | None = None,
         message: bytes | None = None,
         steps: Steps = (),
     ) -> bytes:
-        """Return the line, with ``others`` of the store's own, the value's type, and at last what may be long."""
-        kind = _USUAL_KIND if value is None else (value.content_type, value.content_encoding)
+        """Return the line with ``others`` of the store's own, and at last what may be long."""
         if message is not None or steps:
             others["long"] = [
                 None if message is None else b64encode(message).decode(),
@@ -67,8 +66,6 @@ class FieldCodec:
                     for name, each in steps
                 ],
             ]
-        # Most runs of a process have the same values.
-        line = self._usual(kind, tuple(fields.items()))
         if others:
             line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
         return line
@@ -78,9 +75,9 @@ class FieldCodec:
         known = {name: getattr(stored.record, name, None) for name in self.defaults}
         return known | {"requeues": stored.requeues}
 
-    def _line(self, kind: tuple[str, str], items: tuple[tuple[str, Any], ...]) -> bytes:
-        unusual = {name: value for name, value in items if value != self.defaults[name]}
-        if kind != _USUAL_KIND:
+    def _line(self, kind: tuple[str, str] | None, **fields: object) -> bytes:
+        unusual = {name: each for name, each in fields.items() if each != self.defaults[name]}
+        if kind not in (None, _USUAL_KIND):
             unusual["value"] = kind
         return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
@@ -95,11 +92,10 @@ class FieldCodec:
                 found["message"] = b64decode(message)
             if steps:
                 found["steps"] = tuple(
-                    (name, Stored(content_type=form, content_encoding=code, body=b64decode(body)))
-                    for name, form, code, body in steps
+                    (name, Stored(form, code, b64decode(body))) for name, form, code, body in steps
                 )
         if value is not None:
-            found["value"] = Stored(content_type=kind[0], content_encoding=kind[1], body=value)
+            found["value"] = Stored(kind[0], kind[1], value)
         return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -198,7 +198,6 @@ class VerbArguments:
 
     fields: Fields = field(default_factory=dict)
     attempt: bytes | None = None
-    _: KW_ONLY
     delay_ms: int | None = None
     keep_ms: int = 0
     token: int | None = None
@@ -210,8 +209,7 @@ class VerbArguments:
 
 def claim_arguments(request: records.ClaimRequest) -> VerbArguments:
     """Return the arguments of a claim."""
-    fields, lease_ms = fields_from(request), request.lease_ms
-    return VerbArguments(fields, request.attempt, delay_ms=lease_ms, keep_ms=request.keep_ms)
+    return VerbArguments(fields_from(request), request.attempt, request.lease_ms, request.keep_ms)
 
 
 def settle_arguments(request: SettleRequest) -> VerbArguments:
@@ -242,7 +240,7 @@ _SHARED = {request: _shared(request) for request in get_args(Request)}
 def fields_from(request: Request) -> Fields:
     """Return the fields that a request brings for the record."""
     names, read = _SHARED[type(request)]
-    return dict(zip(names, read(request), strict=True))
+    return dict(zip(names, read(request)))  # noqa: B905  strict takes time
 
 
 Condition = Callable[[Any, VerbArguments, int], bool]

@@ -12,7 +12,7 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_idempotent.records import State
-from celery_idempotent.stores.redis.servers import SCRIPTS
+from celery_idempotent.stores.redis.servers import SCRIPTS, Script
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy
@@ -205,8 +205,8 @@ def digests(private_redis: EmbeddedRedis) -> dict[str, bytes]:
     import redis
 
     client = redis.Redis.from_url(private_redis.url())
-    for script in SCRIPTS.values():
-        assert client.script_load(script.source) == script.digest.decode()
+    for digest, source in Script.sources.items():
+        assert client.script_load(source) == digest.decode()
     client.close()
     found = {name: script.digest for name, script in SCRIPTS.items()}
 

@@ -78,10 +78,10 @@ class OwnLink(CountingLink):
         super().__init__(link)
         self._ours = threading.current_thread()
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
         if threading.current_thread() is self._ours:
-            return super().exchange(commands)
-        return self._link.exchange(commands)
+            return super().exchange(commands, node)
+        return self._link.exchange(commands, node)
 
 
 class Desk:

@@ -43,9 +43,9 @@ class CountingLink(LinkProxy):
 
     trips = 0
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
         self.trips += 1
-        return self._link.exchange(commands)
+        return self._link.exchange(commands, node)
 
 
 class BadLink(CountingLink):
@@ -56,14 +56,14 @@ class BadLink(CountingLink):
         self.mode = "well"
         self.late: list[Sequence[Command]] = []
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
         if self.mode == "away":
             self.trips += 1
             raise exceptions.ConnectionError("Connection refused.")
         if self.mode == "frozen":
             self.late.append(commands)
             raise exceptions.TimeoutError("Timeout reading from socket")
-        answers = super().exchange(commands)
+        answers = super().exchange(commands, node)
         if self.mode == "deaf":
             raise exceptions.TimeoutError("Timeout reading from socket")
         return answers

@@ -28,10 +28,10 @@ class ShiftedLink(LinkProxy):
 
     offset_us = 0
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        answers = self._link.exchange([self._shifted(command) for command in commands])
+    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
+        answers = self._link.exchange([self._shifted(command) for command in commands], node)
         for n, command in enumerate(commands):
-            if command.words[0] == b"TIME":
+            if command[0] == b"TIME":
                 seconds, micros = divmod(
                     int(answers[n][0]) * 1_000_000 + int(answers[n][1]) + self.offset_us, 1_000_000
                 )
@@ -39,16 +39,13 @@ class ShiftedLink(LinkProxy):
         return answers
 
     def _shifted(self, command: Command) -> Command:
-        kind = command.words[0]
+        kind, *rest = command
         if not self.offset_us or kind not in (b"EVALSHA", b"EVAL"):
             return command
-        source = command.source if kind == b"EVALSHA" else command.words[1]
+        source = Script.sources[rest[0]] if kind == b"EVALSHA" else rest[0]
         moved = source.replace(TIME, TIME + b" time[2] = time[2] + %d" % self.offset_us)
         assert moved != source or b"'TIME'" not in source
-        script = Script(moved)
-        if kind == b"EVAL":
-            return command._replace(words=(b"EVAL", moved, *command.words[2:]))
-        return command._replace(words=(kind, script.digest, *command.words[2:]), source=moved)
+        return (kind, Script(moved).digest if kind == b"EVALSHA" else moved, *rest[1:])
 
 
 class Shift:
@@ -87,10 +84,10 @@ class FixedLink(LinkProxy):
         self._client.delete(self._name)
         self._client.rpush(self._name, *self._time())
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        answers = self._link.exchange([self._fixed(command) for command in commands])
+    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
+        answers = self._link.exchange([self._fixed(command) for command in commands], node)
         for n, command in enumerate(commands):
-            if command.words[0] == b"TIME":
+            if command[0] == b"TIME":
                 answers[n] = self._time()
         return answers
 
@@ -98,8 +95,9 @@ class FixedLink(LinkProxy):
         return [b"%d" % part for part in divmod(self.now_us, 1_000_000)]
 
     def _fixed(self, command: Command) -> Command:
-        if not command.source:
+        if command[0] != b"EVALSHA":
             return command
-        fixed = command.source.replace(TIME, self._read)
-        assert fixed != command.source or b"'TIME'" not in command.source
-        return command._replace(words=(b"EVAL", fixed, *command.words[2:]), source=b"")
+        source = Script.sources[command[1]]
+        fixed = source.replace(TIME, self._read)
+        assert fixed != source or b"'TIME'" not in source
+        return (b"EVAL", fixed, *command[2:])

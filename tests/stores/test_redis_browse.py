@@ -35,10 +35,10 @@ class AnyOrder(LinkProxy):
 
     random = random.Random(1)
 
-    def exchange(self, commands: Any) -> list[Any]:
-        answers: list[Any] = self._link.exchange(commands)
+    def exchange(self, commands: Any, node: Any = None) -> list[Any]:
+        answers: list[Any] = self._link.exchange(commands, node)
         for command, answer in zip(commands, answers, strict=True):
-            if command.words[0] == b"SCAN":
+            if command[0] == b"SCAN":
                 self.random.shuffle(answer[1])
         return answers
 
@@ -91,8 +91,8 @@ def test_a_large_result_does_not_travel(redis_store):
     read = []
     exchange = redis_store._link.exchange
 
-    def weigh(commands):
-        answers = exchange(commands)
+    def weigh(commands, node):
+        answers = exchange(commands, node)
         read.extend(len(a) for a in answers if isinstance(a, bytes))
         return answers
 
@@ -150,10 +150,10 @@ def test_those_of_one_task_among_many_are_found_in_few_round_trips(redis_store):
     trips = 0
     exchange = redis_store._link.exchange
 
-    def count(commands):
+    def count(commands, node):
         nonlocal trips
         trips += 1
-        return exchange(commands)
+        return exchange(commands, node)
 
     redis_store._link.exchange = count
     selection = Selection(states=frozenset({State.INTERRUPTED}), namespace="charge")

@@ -16,7 +16,7 @@ import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Claimed, Held, Identity, Reserved, Settled, State
-from celery_idempotent.stores.redis.servers import SCRIPTS
+from celery_idempotent.stores.redis.servers import SCRIPTS, Script
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.verbs import KEY, LEASE_MS, VALUE, ask, claim, renew, reserve, settle
 from tests.support.tiers import examples
@@ -38,8 +38,8 @@ def store(private_redis):
 @pytest.fixture
 def proxied(redis_proxy, direct):
     """A store behind a proxy that can break its connections; the server knows the scripts."""
-    for script in SCRIPTS.values():
-        direct.script_load(script.source)
+    for source in Script.sources.values():
+        direct.script_load(source)
     store = RedisStore(redis_proxy.url() + "?socket_timeout=2")
     yield store
     store.close()
@@ -135,10 +135,10 @@ class TestSwaps:
         another = RedisStore(private_redis.url())
         exchange = store._link.exchange
 
-        def forestalled(commands):
-            if commands[0].words[1] == SCRIPTS["swap"].digest and not before:
+        def forestalled(commands, node):
+            if commands[0][1] == SCRIPTS["swap"].digest and not before:
                 before.append(another.checkpoint(KEY, token=record.token, name="1", value=VALUE))
-            return exchange(commands)
+            return exchange(commands, node)
 
         store._link.exchange = forestalled
         assert store.checkpoint(KEY, token=record.token, name="2", value=VALUE)

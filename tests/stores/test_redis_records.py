@@ -67,10 +67,10 @@ def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, r
     redis_client.zadd(names[2], {"gone": 1})
     exchange = redis_store._link.exchange
 
-    def forestalled(commands):
-        if any(each.words[0] == b"ZREMRANGEBYSCORE" for each in commands):
+    def forestalled(commands, node):
+        if any(each[0] == b"ZREMRANGEBYSCORE" for each in commands):
             assert redis_client.zrem(names[2], "gone") == 1
-        return exchange(commands)
+        return exchange(commands, node)
 
     redis_store._link.exchange = forestalled
     assert redis_store.prune(limit=10) == 0
@@ -243,7 +243,7 @@ def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monke
     monkeypatch.setattr(
         redis_store._link,
         "exchange",
-        lambda commands: trips.append(len(commands)) or exchange(commands),
+        lambda commands, node: trips.append(len(commands)) or exchange(commands, node),
     )
     report = redis_store.sweep(limit=2000)
     # The indexes, then 250 records at a time, which are read and written; each once more for the scripts that the

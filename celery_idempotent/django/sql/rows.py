@@ -73,8 +73,9 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
     record = stored.record
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
     others = {name: each.hex() for name, each in ids.items() if each}
-    fields, long = _CODEC.fields_of(stored), (record.message, record.steps)
-    line = _CODEC.encode(fields, others, record.value, *long)
+    kind = record.value and (record.value.content_type, record.value.content_encoding)
+    line = _CODEC.line(kind, **_CODEC.fields_of(stored))
+    line = _CODEC.extended(line, others, record.message, record.steps)
     # A sweep has to act on a lease, or on a message that it can send.
     due = record.state is State.PROCESSING or record.message is not None
     return (

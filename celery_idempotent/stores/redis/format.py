@@ -28,6 +28,7 @@ import functools
 import re
 import struct
 import zlib
+from binascii import hexlify
 from collections.abc import Mapping
 from struct import Struct
 from typing import Any
@@ -54,6 +55,8 @@ class Keyspace:
             )
         self._start = prefix.encode()
         self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
+        kinds = b":", LEASES, FAILURES, INTERRUPTED
+        self._buckets = [tuple(head + kind for kind in kinds) for head in self._heads]
         self.swept = self._heads[0] + b"!swept"
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
         #: Finds all records and no index.
@@ -61,10 +64,9 @@ class Keyspace:
 
     def of_record(self, identity: Identity) -> tuple[bytes, bytes, bytes, bytes]:
         """Name the record and its bucket's indexes: leases, failures, interrupted records."""
-        namespace, scope = _escape(identity.namespace), _escape(identity.scope)
-        text = f"{namespace}:{scope}:{identity.key}".encode()
-        head = self._heads[zlib.crc32(text) % BUCKETS]
-        return head + b":" + text, head + LEASES, head + FAILURES, head + INTERRUPTED
+        text = f"{_escaped(identity.namespace, identity.scope)}:{identity.key}".encode()
+        start, leases, failures, interrupted = self._buckets[zlib.crc32(text) % BUCKETS]
+        return start + text, leases, failures, interrupted
 
     def identity(self, name: bytes) -> Identity:
         text = name[len(self._start) :].partition(b"}:")[2].decode()
@@ -80,8 +82,8 @@ class Keyspace:
 
 
 @functools.lru_cache(maxsize=256)
-def _escape(part: str) -> str:
-    return part.replace("%", "%25").replace(":", "%3A")
+def _escaped(*parts: str) -> str:
+    return ":".join(part.replace("%", "%25").replace(":", "%3A") for part in parts)
 
 
 def _unescape(part: str) -> str:
@@ -99,6 +101,7 @@ _STATES = {STARTS[state]: state for state in State}
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _is_uuid = re.compile("[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+_groups = Struct("8s4s4s4s12s").unpack
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
@@ -111,8 +114,7 @@ def _bytes_of_uuid(task_id: str) -> bytes:
 
 
 def _uuid_of(packed: bytes) -> str:
-    t = packed.hex()
-    return f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:32]}"
+    return b"-".join(_groups(hexlify(packed))).decode()
 
 
 def pack_tail(
@@ -127,10 +129,13 @@ def pack_tail(
     write: bytes = _NO_WRITE,
 ) -> bytes:
     """Return a record from its flags on; ``fields`` are those of its line."""
-    task = _bytes_of_uuid(task_id)
+    task, is_long = _bytes_of_uuid(task_id), message is not None or bool(steps)
     others = {"task_id": task_id} if task_id and not task else {}
-    line = _CODEC.encode(fields, others, value, message, steps)
-    flags = _ASKS if fields.get("reserved") or "long" in others else 0
+    kind = None if value is None else (value.content_type, value.content_encoding)
+    line = _CODEC.line(kind, **fields)
+    if is_long or others:
+        line = _CODEC.extended(line, others, message, steps)
+    flags = _ASKS if is_long or fields.get("reserved") else 0
     if value is not None:
         flags |= _HAS_VALUE
     if fingerprint is not None:
@@ -166,18 +171,10 @@ def unpack(
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
             others["task_id"] = _uuid_of(task)
-        record = Record(
-            identity=identity,
-            state=_STATES[start],  # KeyError for another version
-            token=token,
-            created_ms=created_ms,
-            updated_ms=updated_ms,
-            deadline_ms=deadline_ms or None,
-            crashes=crashes,
-            attempts=attempts,
-            fingerprint=fingerprint if flags & _HAS_FINGERPRINT else None,
-            **others,
-        )
+        times, counts = (created_ms, updated_ms, deadline_ms or None), (crashes, attempts)
+        known = fingerprint if flags & _HAS_FINGERPRINT else None
+        # KeyError for another version
+        record = Record(identity, _STATES[start], token, *times, *counts, known, **others)
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise StoreMisconfigured(
             f"the record of {identity} cannot be read: it is damaged, or an older or a newer version of"

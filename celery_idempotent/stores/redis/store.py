@@ -19,7 +19,7 @@ from celery_idempotent.records import Identity, Record, Selection, SettleRequest
 from celery_idempotent.stores import base, table
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
-from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs, plain
+from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs
 from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb, VerbArguments
 
 if TYPE_CHECKING:
@@ -81,19 +81,10 @@ class RedisStore(base.Store):
             return records.Claimed(answer) if isinstance(answer, Record) else answer
         token, now_ms = _STAMP.unpack(found)
         # As `table.after` would make it, in half of the time.
-        record = Record(
-            identity=identity,
-            state=_PROCESSING,
-            token=token,
-            created_ms=now_ms,
-            updated_ms=now_ms,
-            deadline_ms=now_ms + lease_ms,
-            fingerprint=request.fingerprint,
-            task_id=request.task_id,
-            worker=request.worker,
-            on_stale=request.on_stale,
-            message=request.message,
-        )
+        known = request.fingerprint, request.task_id, request.worker
+        times = now_ms, now_ms, now_ms + lease_ms
+        record = Record(identity, _PROCESSING, token, *times, 0, 1, *known)
+        record.on_stale, record.message = request.on_stale, request.message
         return records.Claimed(record)
 
     def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> base.Taken:
@@ -229,7 +220,7 @@ class RedisStore(base.Store):
         pruned = 0
         for kind in (layout.FAILURES, layout.INTERRUPTED):
             ends = {index: end for index, _, end in self._due_in(kind, limit - pruned)}
-            drops = (plain(b"ZREMRANGEBYSCORE", i, b"-inf", b"%d" % end) for i, end in ends.items())
+            drops = ((b"ZREMRANGEBYSCORE", i, b"-inf", b"%d" % end) for i, end in ends.items())
             pruned += sum(self._exchange(*drops))
         return pruned
 
@@ -242,7 +233,7 @@ class RedisStore(base.Store):
         at, most = 0, limit // 64 + 1
         while indexes and len(found) < limit:
             place = b"WITHSCORES", b"LIMIT", b"%d" % at, b"%d" % most
-            asks = [plain(b"ZRANGEBYSCORE", index, b"-inf", now, *place) for index in indexes]
+            asks = [(b"ZRANGEBYSCORE", index, b"-inf", now, *place) for index in indexes]
             due = list(zip(indexes, map(pairs, self._exchange(*asks)), strict=True))
             found += [(index, name, int(float(end))) for index, some in due for name, end in some]
             indexes = [index for index, some in due if len(some) == most]
@@ -269,26 +260,26 @@ class RedisStore(base.Store):
         }
         sums: dict[str, Any] = {}
         for name, (kind, *ends) in bounds.items():
-            counts = [plain(b"ZCOUNT", index, *ends) for index in self._keys.index(kind)]
+            counts = [(b"ZCOUNT", index, *ends) for index in self._keys.index(kind)]
             sums[name] = sum(self._exchange(*counts))
-        (swept,) = self._exchange(plain(b"GET", self._keys.swept))
+        (swept,) = self._exchange((b"GET", self._keys.swept))
         return records.Stats(now_ms=now_ms, swept_ms=None if swept is None else int(swept), **sums)
 
     def note_sweep(self) -> None:
-        self._exchange(plain(b"SET", self._keys.swept, b"%d" % self.now_ms()))
+        self._exchange((b"SET", self._keys.swept, b"%d" % self.now_ms()))
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         name = self._keys.counts(self.now_ms() // base.HOUR_MS)
         commands = [
-            plain(b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
+            (b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
             for (task, outcome), number in outcomes.items()
         ]
-        self._exchange(*commands, plain(b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)))
+        self._exchange(*commands, (b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)))
 
     def counts(self, *, hours: int) -> Sequence[records.Counted]:
         last = self.now_ms() // base.HOUR_MS
         wanted = range(last - min(hours, base.COUNTED_HOURS) + 1, last + 1)
-        answers = self._exchange(*(plain(b"HGETALL", self._keys.counts(hour)) for hour in wanted))
+        answers = self._exchange(*((b"HGETALL", self._keys.counts(hour)) for hour in wanted))
         found = []
         for hour, answer in zip(wanted, answers, strict=True):
             for name, number in pairs(answer):
@@ -298,7 +289,7 @@ class RedisStore(base.Store):
         return found
 
     def now_ms(self) -> int:
-        ((seconds, micros),) = self._exchange(plain(b"TIME", node=self._link.nodes()[0]))
+        ((seconds, micros),) = exchange(self._link, [(b"TIME",)], self._link.nodes()[0])
         return int(seconds) * 1000 + int(micros) // 1000
 
     def facts(self) -> Sequence[base.ServerFacts]:
@@ -424,7 +415,7 @@ class Search:
         count, nodes = min(self.limit, _STEP), self.link.nodes()
         while number < len(nodes) and len(self.found) < self.limit and self.looked_at < look_at:
             step = (b"SCAN", b"%d" % at, b"MATCH", self.keys.pattern, b"COUNT", b"%d" % count)
-            ((after, names),) = exchange(self.link, [plain(*step, node=nodes[number])])
+            ((after, names),) = exchange(self.link, [step], nodes[number])
             # A step looks at about so many keys, those of other applications included.
             self.looked_at += max(len(names), count)
             found, room = self._wanted(names).values(), self.limit - len(self.found)
@@ -449,7 +440,7 @@ class Search:
 
         def ask(some: Sequence[bytes], at: int, size: int) -> list[Reply]:
             place = b"%d" % at, b"%d" % size
-            return exchange(self.link, [plain(b"ZRANGE", index, *how, *place) for index in some])
+            return exchange(self.link, [(b"ZRANGE", index, *how, *place) for index in some])
 
         def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
             at, size = 0, _FIRST_NAMES
@@ -472,7 +463,7 @@ class Search:
         is_named, identity = self.selection.names, self.keys.identity
         # The end first, which is fast: a search for one key looks at a million names.
         named = [name for name in names if name.endswith(ends) and is_named(identity(name))]
-        reads = [plain(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
+        reads = [(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
         found: dict[bytes, Record] = {}
         for name, packed in zip(named, exchange(self.link, reads), strict=True):
             if packed:
