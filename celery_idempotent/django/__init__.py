@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import Sig
 
-    DjangoBase = DjangoTask[Any, Any]
-else:
-    DjangoBase = DjangoTask
-
 __all__ = ["IdempotentTask", "user_scope"]
 
 
-class IdempotentTask(_IdempotentTask, DjangoBase):
+class IdempotentTask(_IdempotentTask, DjangoTask):  # type: ignore[type-arg]  # a type of the stubs alone
     """:class:`celery_idempotent.IdempotentTask`, with Celery's ways to publish after a commit.
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import models
 
@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from django.db.backends.base.schema import BaseDatabaseSchemaEditor
     from django.db.backends.ddl_references import Statement
 
-    BinaryField = models.BinaryField[Any, Any]
-else:
-    BinaryField = models.BinaryField
 
-
-class ShortBinaryField(BinaryField):
+class ShortBinaryField(models.BinaryField):  # type: ignore[type-arg]  # a type of the stubs alone
     """Up to ``max_length`` bytes: ``varbinary`` on MySQL and MariaDB, as any BinaryField elsewhere."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:

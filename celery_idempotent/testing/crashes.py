@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, FrameType
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 _BEFORE = _RETURN = 0
 _AFTER = -1
 
-#: The lease meanwhile: nobody moves the clock of a database.
-_SHORT_LEASE_S = 1.0
+#: The lease meanwhile, in seconds: nobody can move the clock of a database.
+_LEASE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +169,14 @@ def lose_worker(
 def _stage(task: AnyTask) -> Iterator[Callable[[], None]]:
     """Give the task records of its own, and a function that lets the leases of dead owners end."""
     clock = FakeClock()
-    with (
-        isolated_records(task.app, clock=clock) as store,
-        redefined(task, idempotency_lease=_SHORT_LEASE_S),
-    ):
-
-        def let_leases_end() -> None:
-            if isinstance(store, MemoryStore):
-                clock.advance(_SHORT_LEASE_S * 1000)
-            else:
-                time.sleep(_SHORT_LEASE_S + 0.01)
-
-        yield let_leases_end
+    isolated = isolated_records(task.app, clock=clock)
+    with isolated as store, redefined(task, idempotency_lease=_LEASE):
+        is_faked = isinstance(store, MemoryStore)
+        yield (
+            partial(clock.advance, _LEASE * 1000)
+            if is_faked
+            else partial(time.sleep, _LEASE + 0.01)
+        )
 
 
 def _difference(effects: Any, expected: Any) -> str:

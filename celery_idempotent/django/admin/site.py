@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from celery import Celery
     from django.db.models import Model, QuerySet
 
-    Base = admin.ModelAdmin[Model]
-else:
-    Base = admin.ModelAdmin
-
 logger = logging.getLogger(__name__)
 
 #: The records of a page.
@@ -63,7 +59,7 @@ _VERDICTS: dict[operations.Verdict, str] = {
 }
 
 
-class ReadOnlyAdmin(Base):
+class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # a type of the stubs alone
     """Tasks make the records, and operations change them. Whoever may view records may view charts and outbox."""
 
     def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
