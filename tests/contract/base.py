@@ -86,6 +86,8 @@ class ContractBase:
     keep_ms = 120_000
     #: How many want one key at once.
     many = 50
+    #: Whether `make test` walks over one cell of the table for each answer and outcome only.
+    few_cells = False
 
     @pytest.fixture
     def store(self) -> Store:

@@ -49,12 +49,14 @@ class TestPostgreSQL(SQLContract):
     """At READ COMMITTED, which is PostgreSQL's own choice."""
 
     vendor = "postgresql"
+    few_cells = True
 
 
 class TestMariaDB(SQLContract):
     """At READ COMMITTED, which is Django's choice."""
 
     vendor = "mariadb"
+    few_cells = True
 
 
 @pytest.mark.wide

@@ -68,7 +68,7 @@ def entry(redis_client: redis.Redis, prefix: str) -> Callable[[], Any]:
 class TestContract(StoreContract):
     """The clocks of store and cache are years apart."""
 
-    brief = True
+    brief = few_cells = True
 
     @pytest.fixture
     def store(self, cache: Cache, clock: FakeClock) -> Any:

@@ -76,7 +76,7 @@ class TestRedis(RedisContract):
 class TestRESP3(RedisContract):
     """Maps, floats and nested pairs in place of flat lists of bytes."""
 
-    brief = True
+    brief = few_cells = True
 
     @pytest.fixture
     def store(self, redis_url: str, prefix: str):
@@ -95,7 +95,7 @@ class TestRESP3(RedisContract):
 
 
 class TestValkey(RedisContract):
-    brief = True
+    brief = few_cells = True
 
     @pytest.fixture
     def store(self, valkey: Server):
@@ -110,7 +110,7 @@ class TestValkey(RedisContract):
 
 
 class TestCluster(RedisContract):
-    brief = True
+    brief = few_cells = True
 
     @pytest.fixture
     def store(self, cluster_nodes: list[Server], cluster_url: str):

@@ -1,9 +1,10 @@
 """Processes forked from one that has imported Celery already: a start of Python and Celery costs a second of CPU.
 
 Two such servers serve a test process, each started when first asked for: one with what every worker imports, of the
-package under test as well, and one with Django besides. Either has made no app, so that what it forks differs from a
-fresh interpreter in nothing but in what is imported, and in that redis-py knows its own version. What imports do, and
-who imports what, is tested in fresh ones.
+package under test as well, and one with Django besides. Processes of one run share the imports: the first one starts a
+server, and each has a fork of that. None has made an app, so that what they fork differs from a fresh interpreter in
+nothing but in what is imported, and in that redis-py knows its own version. What imports do, and who imports what, is
+tested in fresh ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -23,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
@@ -126,15 +129,29 @@ class _Server:
         env = child_environment()
         self.of_python = _of_python(env)
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno()), *modules],
-            env=env,
-            cwd="/",  # which is on its path
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        self._process: subprocess.Popen[bytes] | None = None
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"of {os.getpid()}"
+        known = repr((run, modules, sorted(self.of_python.items()))).encode()
+        address = b"\0preloaded " + hashlib.sha256(known).digest()
+        while True:
+            door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with door, contextlib.suppress(OSError):  # another process of the run has it
+                door.bind(address)
+                door.listen(64)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.support.preloaded", str(door.fileno()), *modules],
+                    env=env,
+                    cwd="/",  # which is on its path
+                    pass_fds=[door.fileno()],
+                    start_new_session=True,
+                )
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                self._socket.connect(address)
+                break
+            except ConnectionRefusedError:  # it does not listen yet
+                self._socket.close()
+                time.sleep(0.02)
         atexit.register(self.close)
 
     def fork(self, arguments: list[str], cwd: str, env: dict[str, str], log: int) -> Process:
@@ -155,7 +172,8 @@ class _Server:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        if self._process is not None:
+            self._process.wait()  # for the other processes of the run, too
 
 
 _servers: dict[bool, _Server] = {}
@@ -171,13 +189,43 @@ def _server(*, django: bool) -> _Server:
 # -- the side of the server --------------------------------------------------------------------------------------------
 
 
-def _serve(inbox: socket.socket) -> list[str]:
-    """Fork for each request until the other side is gone; return in the child, with what it shall run."""
-    children: dict[int, int] = {}
+def _answer(door: socket.socket) -> socket.socket:
+    """Fork for each test process until the last one is gone; return in the child, with what leads to its own."""
+    clients: set[int] = set()
+    woken, wake = _children_wake()
+    while True:
+        ready, _, _ = select.select([door.fileno(), woken], (), ())
+        if door.fileno() in ready:
+            inbox, _ = door.accept()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for fd in (woken, wake, door.detach()):
+                    os.close(fd)
+                return inbox
+            clients.add(pid)
+            inbox.close()
+        if woken in ready:
+            os.read(woken, 4096)
+            while clients and (pid := os.waitpid(-1, os.WNOHANG)[0]):
+                clients.remove(pid)
+            if not clients:
+                sys.exit()
+
+
+def _children_wake() -> tuple[int, int]:
+    """Return both ends of a pipe that has something to read when a child has ended."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    return woken, wake
+
+
+def _serve(inbox: socket.socket) -> list[str]:
+    """Fork for each request until the other side is gone; return in the child, with what it shall run."""
+    children: dict[int, int] = {}
+    woken, wake = _children_wake()
     while True:
         ready, _, _ = select.select([inbox.fileno(), woken], (), ())
         if woken in ready:
@@ -236,7 +284,7 @@ def _become(log: int, request: int) -> list[str]:
 
 
 def _main() -> NoReturn:
-    inbox = socket.socket(fileno=int(sys.argv[1]))
+    door = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         with contextlib.suppress(ImportError):  # what is not installed is not imported by anybody
             importlib.import_module(name)
@@ -244,7 +292,7 @@ def _main() -> NoReturn:
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     gc.collect()
     gc.freeze()
-    module, *sys.argv[1:] = _serve(inbox)
+    module, *sys.argv[1:] = _serve(_answer(door))
     sys.path[0] = str(Path.cwd())
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()

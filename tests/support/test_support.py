@@ -43,9 +43,8 @@ def test_a_preloaded_process_ends_with_the_one_that_asked_for_it_when_that_is_ki
         "os.kill(os.getpid(), 9)\n"
     )
     command = [sys.executable, "-c", program]
-    asking = subprocess.run(
-        command, env=child_environment(), stdout=subprocess.PIPE, timeout=60, check=False
-    )
+    alone = child_environment({"PYTEST_XDIST_TESTRUNUID": ""})
+    asking = subprocess.run(command, env=alone, stdout=subprocess.PIPE, timeout=60, check=False)
     assert asking.returncode == -signal.SIGKILL
     wait_for(lambda: not alive(int(asking.stdout)), what="the end of the forked process")
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 #: `make test-all` asks for more examples of everything that is tried with any.
-_THOROUGH = "CELERY_IDEMPOTENT_THOROUGH" in os.environ
+THOROUGH = "CELERY_IDEMPOTENTTHOROUGH" in os.environ
 #: A counterexample is not made shorter, which takes minutes, unless it is asked for.
 _PHASES = tuple(
     phase
@@ -20,7 +20,7 @@ _PHASES = tuple(
 
 def examples(few: int, many: int) -> int:
     """Return how many examples to try: few, or many in `make test-all`."""
-    return many if _THOROUGH else few
+    return many if THOROUGH else few
 
 
 def run_until_seen(
@@ -55,7 +55,7 @@ def run_until_seen(
 # Of what says nothing else. To draw one takes long on a machine with other things to do: that is no failure.
 settings.register_profile(
     "tests",
-    max_examples=examples(35, 100),
+    max_examples=examples(20, 100),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -21,10 +21,11 @@ from celery_idempotent.protocol.claim import current_claim
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.runs import IDENTITY, Ran
+from tests.support.tiers import examples
 from tests.unit.test_runner import a_call, make_runner
 
 #: A run is struck at each so many instructions, from a place that is another each time.
-STEP = 41
+STEP = examples(83, 41)
 
 
 class LimitError(Exception):
