@@ -264,7 +264,7 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
 
 def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
     """Return the pairs of an answer: a flat list by RESP2, a map or pairs by RESP3 and in a Cluster."""
-    if isinstance(reply, Mapping):
+    if isinstance(reply, dict):
         return list(reply.items())
     if reply and isinstance(reply[0], (list, tuple)):
         return [(first, second) for first, second in reply]

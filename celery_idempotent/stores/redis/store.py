@@ -364,7 +364,7 @@ class RedisSnapshot(Snapshot):
 _SUMMARY = b"3999"
 #: The most keys that one trip reads, or one step of a scan looks for.
 _STEP = 500
-#: How many names are read of each index at first, and then of one that has more.
+#: How many names a search reads of each index at first, and then of one that has more.
 _FIRST_NAMES, _MORE_NAMES = 16, 64
 _LISTED = {State.FAILED: layout.FAILURES, State.INTERRUPTED: layout.INTERRUPTED}
 
@@ -437,13 +437,16 @@ class Search:
         indexes = [index for kind in kinds for index in self.keys.index(kind)]
         start = b"%d" % highest if highest else b"+inf"
         how = start, b"-inf", b"BYSCORE", b"REV", b"WITHSCORES", b"LIMIT"
+        # Of the newest of all, each index has few.
+        is_all = self.selection == Selection(states=self.selection.states)
+        first = self.limit // 64 + 4 if is_all else _FIRST_NAMES
 
         def ask(some: Sequence[bytes], at: int, size: int) -> list[Reply]:
             place = b"%d" % at, b"%d" % size
             return exchange(self.link, [(b"ZRANGE", index, *how, *place) for index in some])
 
         def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
-            at, size = 0, _FIRST_NAMES
+            at, size = 0, first
             while True:
                 found = pairs(answer)
                 for name, score in found:
@@ -454,7 +457,7 @@ class Search:
                 at, size = at + size, _MORE_NAMES
                 (answer,) = ask([index], at, size)
 
-        answers = zip(indexes, ask(indexes, 0, _FIRST_NAMES), strict=True)
+        answers = zip(indexes, ask(indexes, 0, first), strict=True)
         return heapq.merge(*(entries(*each) for each in answers if each[1]), key=lambda e: -e[0])
 
     def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
