@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from celery_idempotent.django.sql.dialects import Dialect
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores.base import Store
 
@@ -165,21 +166,24 @@ def isolation(vendor: str, level: str) -> dict[str, Any]:
 
 
 #: What the vendors call a number of 64 bits in a CAST.
-BIGINT = {"postgresql": "bigint", "mysql": "SIGNED", "sqlite": "INTEGER"}
+_BIGINT = {"postgresql": "bigint", "mysql": "SIGNED", "sqlite": "INTEGER"}
 
 
 def shift(store: Store, ms: float) -> None:
     """Let time pass by the store's clock: the expression that reads it says so much more."""
-    assert isinstance(store, DjangoStore)
-    with store.connections._session(store.connections.own()) as session:
-        session.dialect.now_us = f"({session.dialect.now_us} + {round(ms * 1000)})"
+    dialect = _dialect(store)
+    dialect.now_us = f"({dialect.now_us} + {round(ms * 1000)})"
 
 
-def stop(store: Store, ms: int) -> None:
-    """Stop the store's clock at a millisecond."""
+def stop(store: Store, us: int) -> None:
+    """Stop the store's clock at a microsecond."""
+    dialect = _dialect(store)
+    dialect.now_us = f"CAST({us} AS {_BIGINT[dialect.vendor]})"
+
+
+def _dialect(store: Store) -> Dialect:
     assert isinstance(store, DjangoStore)
-    with store.connections._session(store.connections.own()) as session:
-        session.dialect.now_us = f"CAST({ms * 1000} AS {BIGINT[session.dialect.vendor]})"
+    return store.connections.session_of(store.connections.own()).dialect
 
 
 def _settings(vendor: str, name: str) -> dict[str, Any]:

@@ -49,10 +49,7 @@ class SQLAgreement(Agreement):
         return super().ask(verb, *args, **kwargs)
 
     def set_clock(self) -> None:
-        connections = self.store.connections
-        with connections._session(connections.own()) as session:
-            number = databases.BIGINT[session.dialect.vendor]
-            session.dialect.now_us = f"CAST({self.clock()} AS {number})"
+        databases.stop(self.store, self.clock())
 
     @invariant()
     def same_records(self) -> None:

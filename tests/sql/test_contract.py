@@ -29,7 +29,7 @@ class SQLContract(StoreContract):
 
     @pytest.fixture
     def stop_at(self, store: Store) -> Callable[[int], None]:
-        return lambda ms: stop(store, ms)
+        return lambda ms: stop(store, ms * 1000)
 
 
 class AtOnce(SQLContract):

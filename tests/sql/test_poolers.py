@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -77,17 +77,10 @@ class Rotating(Session):
     sessions: Iterator[Any]
     seen: list[str]
 
-    def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
-        self._rotate(sql)
-        return super().execute(sql, params)
-
-    def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        self._rotate(sql)
-        return super().rows(sql, params)
-
-    def _rotate(self, sql: str) -> None:
+    def _execute(self, sql: str, *args: Any) -> Any:
         self.seen.append(sql)
         self.connection = next(self.sessions)
+        return super()._execute(sql, *args)
 
 
 def test_every_statement_may_meet_another_session(
