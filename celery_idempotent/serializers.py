@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from json import JSONDecoder
+from typing import Final
 
 from kombu import serialization
 from kombu.exceptions import DecodeError, EncodeError, SerializerNotInstalled
@@ -25,8 +26,9 @@ _registry = vars(serialization)["registry"]  # public in kombu, unknown to celer
 _types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
 
-#: Writes a value as kombu's ``dumps`` does, which makes a new encoder for each value.
+#: Write and read a value as kombu's ``dumps`` and ``loads`` do, which make a new encoder or decoder for each value.
 encode_json: Callable[[object], str] = json.JSONEncoder().encode
+decode_json: Callable[[str], object] = JSONDecoder(object_hook=json.object_hook).decode
 
 
 class NotStored(ValueError):
@@ -47,7 +49,8 @@ class Serializer:
             raise InvalidOption(
                 f"idempotency_serializer {name!r} is not installed: install its package, or choose another."
             )
-        self._is_plain_json = name == "json" and is_kombus_json()
+        self._is_kombus_json = is_kombus_json()
+        self._is_plain_json = name == "json" and self._is_kombus_json
         self._accepted = {_types.get(each, each) for each in self.accept}
         if _types[name] not in self._accepted:
             raise InvalidOption(
@@ -96,15 +99,18 @@ class Serializer:
                 f"(it accepts {', '.join(self.accept)}): add it to result_accept_content or "
                 "accept_content, or forget the key."
             )
+        kind = stored.content_type
         try:
-            return _loads(
-                stored.body, stored.content_type, stored.content_encoding, accept=self._accepted
-            )
+            if kind == JSON and self._is_kombus_json:
+                return decode_json(stored.body.decode())
+            return _loads(stored.body, kind, stored.content_encoding, accept=self._accepted)
         except SerializerNotInstalled:
             problem = f"A stored value is {name!r}, whose package is not installed here."
             raise StoreMisconfigured(problem) from None
         except DecodeError as error:
             cause = type(error.__cause__ or error.__context__ or error).__name__
+        except Exception as error:  # noqa: BLE001  what a hook of kombu's JSON raises
+            cause = type(error).__name__
         raise ResultUnavailable(f"A stored value of type {name} cannot be read ({cause}).")
 
 
@@ -118,9 +124,9 @@ def log_not_kept(owner: object, state: State, reason: object) -> None:
 
 
 def is_kombus_json() -> bool:
-    """Is kombu's own encoder registered as ``json``? A project may register another."""
-    encoders: Any = _registry._encoders  # noqa: SLF001  the only way to know it
-    return encoders["json"].encoder is json.dumps
+    """Are kombu's own encoder and decoder registered as ``json``? A project may register others."""
+    encoders, decoders = _registry._encoders, _registry._decoders  # noqa: SLF001  the only way to know it
+    return encoders["json"].encoder is json.dumps and decoders[JSON] is json.loads
 
 
 def to_bytes(stored: Stored) -> bytes:

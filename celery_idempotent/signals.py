@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypedDict
 
 from celery.utils.dispatch import Signal
 
@@ -30,8 +30,6 @@ from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -238,10 +236,17 @@ def report(
     outcome: OutcomeSignal,
     record: Record | None = None,
     *,
+    state: State | None = None,
+    seconds: float | None = None,
+    error: BaseException | None = None,
+    observed: bool = False,
+    who: str = "",
+    reason: str = "",
+    count: int = 0,
+    line: Line | None = None,
     has_writer: bool = True,
-    **details: Unpack[Details],
 ) -> None:
-    """Report one outcome: count it, log it, send it to its receivers.
+    """Report one outcome: count it, log it (``line`` replaces the usual one), send it to its receivers.
 
     Without ``has_writer`` the caller writes the counters: a worker's main process, which forks, has no thread.
     """
@@ -251,21 +256,30 @@ def report(
         if counts is None:
             counts = counters.of(store)
         counts[call.name, outcome.counter] += 1
-        if outcome is settled and details["state"] is State.FAILED:
+        if outcome is settled and state is State.FAILED:
             counts[call.name, "failed"] += 1
         if has_writer and not counters.has_writer:
             counters.start_writer()
-    line = details.pop("line", None)
     if line is None:
-        line = outcome.observed if details.get("observed") else outcome.line
+        line = outcome.observed if observed else outcome.line
         if outcome is claimed and record is not None and record.crashes:
             line = _CLAIMED_AGAIN
     logged = logger.isEnabledFor(line.level)
     if not logged and not outcome.receivers:
         return
-    details["who"] = details.get("who") or worker_name(os.getpid())
-    about: dict[str, Any] = {**details, "identity": call.identity, "record": record}
-    event = Event(task=call.name, task_id=call.task_id, **about)
+    event = Event(
+        task=call.name,
+        task_id=call.task_id,
+        identity=call.identity,
+        record=record,
+        error=error,
+        count=count,
+        observed=observed,
+        who=who or worker_name(os.getpid()),
+        reason=reason,
+        state=state,
+        seconds=seconds,
+    )
     if logged:
         why = f": {event.reason}" if event.reason else ""
         text = "idempotency: " + line.text.format(event=event, record=record, why=why)

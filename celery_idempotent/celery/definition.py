@@ -62,8 +62,11 @@ class Definition:
             InvalidKey: for a malformed stamp, or a key or scope that cannot be used; never in observe mode.
         """
         try:
-            stamped = Identified.from_header(header, self.identifier.namespace)
-            return stamped or self.identifier.identify(args, kwargs, task_id=task_id, **about)
+            if header is not None:
+                stamped = Identified.from_header(header, self.identifier.namespace)
+                if stamped is not None:
+                    return stamped
+            return self.identifier.identify(args, kwargs, task_id=task_id, **about)
         except InvalidKey as error:
             if self.policy.mode != "observe":
                 raise

@@ -44,7 +44,7 @@ _encode = json.JSONEncoder(
     check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
 ).encode
 #: A first key that may not have been a text: then no key of its dict was, or it could not be sorted.
-_CONVERTED_KEY = re.compile(r'\{"(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
+_CONVERTED_KEY = re.compile(r'\{"(?=[-0-9INtf])(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 
 
 class NoFormError(Exception):
