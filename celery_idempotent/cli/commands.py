@@ -91,6 +91,8 @@ def _command(
     def decorate(function: Callable[..., None]) -> None:
         @click.pass_obj
         def run(obj: Any, /, *, json: bool, **given: object) -> None:  # noqa: ARG001  see _write()
+            if name != "check":  # which reports what cannot be imported
+                load_tasks(obj.app)
             function(obj.app, **given)
 
         COMMANDS[name] = click.Command(
@@ -260,10 +262,9 @@ COMMANDS["explain"] = COMMANDS["show"]
 def _find(
     app: Celery, text: str, *, task: str | None, scope: str | None, elsewhere: bool = True
 ) -> tuple[Record, Sequence[Record]]:
-    """Return the record of a KEY, and those of the same key in other scopes and tasks.
+    """Return the record of a KEY, and those of the same key in other scopes and tasks, or end with a message.
 
-    A message ends the command if there is none, or several. ``elsewhere``: search the others even if a task has the key
-    without a scope.
+    ``elsewhere``: search the others even if a task has the key without a scope.
     """
     if not text:
         raise click.UsageError("KEY is empty.")
@@ -462,7 +463,6 @@ def _sweep(app: Celery, limit: int) -> None:
     Stale records are interrupted, failed or requeued, as their tasks say; records past their retention are deleted; the
     outbox is sent. Other sweeps may run at the same time.
     """
-    load_tasks(app)
     counts = sweep(app, limit=limit)
     _write(counts, ", ".join(f"{name} {value}" for name, value in counts.items()) + ".")
     if counts["more"]:
@@ -489,13 +489,13 @@ def _prune(app: Celery, limit: int) -> None:
 def _check(app: Celery, health: bool) -> None:
     """Check the settings of the app and of its store.
 
-    Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
-    answer.
+    Each finding has an id, what can go wrong, and what to set. Exit code 1: any; 3: the store does not answer.
 
     --health checks instead that the store answers, that a sweep ended within the last three intervals, and that no
     message has waited in the outbox for over a minute. It prints JSON.
     """
     if health:
+        load_tasks(app)
         store = get_store(app)
         outbox = store.outbox_alias and import_module("celery_idempotent.django.outbox")
         waits = outbox.oldest_ms(using=store.outbox_alias) if outbox else None

@@ -68,3 +68,5 @@ def _forget(directory, alias, redis_url, settings):
     assert own.rows(alias, query) == [(f'["user",{bob.pk}]', 42)]
     query = "SELECT DISTINCT user_id, change_message FROM django_admin_log"
     assert own.rows(alias, query) == [(alice.pk, "Forgotten. Reason: she asked")]
+    health = run_idempotency("testproject", env, "check", "--health")  # which asks the outbox
+    assert [line["outbox"]["well"] for line in health.objects] == [True], health.text
