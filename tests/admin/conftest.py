@@ -80,7 +80,7 @@ def postgresql(_postgresql: str) -> str:
     return _postgresql
 
 
-@pytest.fixture(params=["redis", "sql"])
+@pytest.fixture(params=[pytest.param("redis", marks=pytest.mark.wide), "sql"])
 def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
     """A store of each kind in turn, empty."""
     url = "django://default"

@@ -277,7 +277,6 @@ def test_the_system_checks_find_what_is_wrong_with_tasks_that_nobody_has_importe
     (tmp_path / "checked.py").write_text(
         (tmp_path / "checked.py").read_text() + "CELERY_IDEMPOTENCY_STORE = 'nonsense://x'\n"
     )
-    assert "celery_idempotent.E001" in run()
     (tmp_path / "unseen" / "tasks.py").write_text("import nowhere\n")
     said = run()
     assert "celery_idempotent.E001" in said

@@ -48,7 +48,7 @@ def serving(directory: Path, port: str, app: str = "django") -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("how", "app"),
     [
-        (signal.SIGTERM, "django"),
+        pytest.param(signal.SIGTERM, "django", marks=pytest.mark.wide),
         (signal.SIGTERM, "fastapi"),
         pytest.param(signal.SIGKILL, "django", marks=pytest.mark.wide),
     ],

@@ -21,13 +21,18 @@ from celery_idempotent.celery.sweep import sweep as whole_sweep
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store
-from tests.sql.databases import rows
+from tests.sql.databases import KINDS, rows
 from tests.sql.outbox_support import Stage, ids, make_app, sent
 from tests.support.proxy import Proxy
 from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, open_store: Callable[..., Any]) -> Any:
+    return open_store(request.param)
 
 
 @pytest.fixture

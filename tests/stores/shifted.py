@@ -61,12 +61,16 @@ class Shift:
         ms = round(ms)
         self._link.offset_us += ms * 1000
         for node in self._nodes:
-            for name in node.scan_iter(match=self._match, count=10_000):
-                left = node.pttl(name)
-                if 0 <= left <= ms:
-                    node.delete(name)
-                elif left > ms:
-                    node.pexpire(name, left - ms)
+            names = list(node.scan_iter(match=self._match, count=10_000))
+            with node.pipeline(transaction=False) as commands:
+                for name in names:
+                    commands.pttl(name)
+                for name, left in zip(names, commands.execute(), strict=True):
+                    if 0 <= left <= ms:
+                        commands.delete(name)
+                    elif left > ms:
+                        commands.pexpire(name, left - ms)
+                commands.execute()
 
 
 class FixedLink(LinkProxy):

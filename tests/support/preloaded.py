@@ -191,41 +191,29 @@ def _server(*, django: bool) -> _Server:
 
 def _answer(door: socket.socket) -> socket.socket:
     """Fork for each test process until the last one is gone; return in the child, with what leads to its own."""
-    clients: set[int] = set()
-    woken, wake = _children_wake()
+    door.settimeout(0.2)
+    clients = 0
     while True:
-        ready, _, _ = select.select([door.fileno(), woken], (), ())
-        if door.fileno() in ready:
+        with contextlib.suppress(TimeoutError):
             inbox, _ = door.accept()
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for fd in (woken, wake, door.detach()):
-                    os.close(fd)
+            if os.fork() == 0:
+                door.close()
                 return inbox
-            clients.add(pid)
             inbox.close()
-        if woken in ready:
-            os.read(woken, 4096)
-            while clients and (pid := os.waitpid(-1, os.WNOHANG)[0]):
-                clients.remove(pid)
-            if not clients:
-                sys.exit()
-
-
-def _children_wake() -> tuple[int, int]:
-    """Return both ends of a pipe that has something to read when a child has ended."""
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return woken, wake
+            clients += 1
+        while clients and os.waitpid(-1, os.WNOHANG)[0]:
+            clients -= 1
+        if not clients:
+            sys.exit()
 
 
 def _serve(inbox: socket.socket) -> list[str]:
     """Fork for each request until the other side is gone; return in the child, with what it shall run."""
     children: dict[int, int] = {}
-    woken, wake = _children_wake()
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
         ready, _, _ = select.select([inbox.fileno(), woken], (), ())
         if woken in ready:
