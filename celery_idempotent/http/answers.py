@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Stored
-from celery_idempotent.serializers import HTTP
+from celery_idempotent.serializers import HTTP, Serializer
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ WAIT: Final = (("Retry-After", "1"),)
 REPLAYED: Final = "Idempotent-Replayed"
 
 Headers = list[tuple[str, str]]
+#: Status, reason, headers and body of a response, and why its body is not stored, if that is so.
+Parts = tuple[int, str, Iterable[tuple[str, str]], bytes, str]
 
 
 class Answer(NamedTuple):
@@ -53,29 +55,31 @@ class Answer(NamedTuple):
 #: code -> status, title, whether the same request with the same key may succeed later.
 CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "idempotency_key_missing": (400, "The Idempotency-Key header is missing", False),
-    "idempotency_key_invalid": (400, "The Idempotency-Key header cannot be read", False),
-    "body_unreadable": (400, "The body cannot be read", False),
-    "body_incomplete": (400, "The body is incomplete", True),
-    "caller_unknown": (403, "Idempotent requests need a caller", False),
-    "replay_refused": (403, "This caller may no longer see the first response", False),
-    "unknown_key": (404, "There is no such key", False),
+    "idempotency_key_invalid": (400, "The Idempotency-Key header is invalid", False),
+    "body_unreadable": (400, "The request body cannot be parsed", False),
+    "body_incomplete": (400, "The request body is incomplete", True),
+    "caller_unknown": (403, "The caller is not identified", False),
+    "replay_refused": (403, "Access to the stored response is denied", False),
+    "unknown_key": (404, "The key is unknown", False),
     "request_in_progress": (409, "A request with this key is in progress", True),
-    "result_not_kept": (410, "The request was carried out, and its result was not kept", False),
-    "length_required": (411, "The length of the body is missing", False),
+    "result_not_kept": (410, "The request was completed, but its result was not stored", False),
+    "length_required": (411, "The Content-Length header is missing", False),
     "request_too_large": (413, "The request is too large", False),
-    "idempotency_key_reused": (422, "This key belongs to another request", False),
-    "failed_by_operator": (500, "An operator settled it as failed", False),
+    "idempotency_key_reused": (422, "The key was used for another request", False),
+    "failed_by_operator": (500, "An operator marked the request as failed", False),
     "task_failed": (500, "The task failed", False),
-    "too_many_crashes": (500, "The request crashed its process too often", False),
-    "store_unavailable": (503, "It cannot be checked whether this is a repetition", True),
+    "too_many_crashes": (500, "The request exceeded its number of crashes", False),
+    "store_unavailable": (503, "The idempotency store is unavailable", True),
     "rolled_back": (503, "The transaction was rolled back", True),
-    "result_unavailable": (503, "The result cannot be fetched", True),
+    "result_unavailable": (503, "The result backend is unavailable", True),
     "not_queued": (503, "The task could not be queued", True),
-    "timed_out": (504, "The worker of the task never came back", False),
+    "timed_out": (504, "The task timed out", False),
 }
 
 #: The answer whenever something broke: it may have been carried out, and only the reply was lost.
-UNSURE: Final = "It may have been done or not. Send the same request with the same key again: it takes effect once."
+UNSURE: Final = (
+    "The request may have been carried out. Send it again with the same key: it takes effect once."
+)
 
 
 class RequestRefused(Exception):
@@ -142,31 +146,38 @@ _HEAD: Final = re.compile(r"HTTP/1\.1 ([1-5][0-9][0-9]) ([^\r\n]*)((?:\r\n[!-9;-
 _HEADER: Final = re.compile(r"\r\n([^:]+): ([^\r]*)")
 
 
-def pack_response(
-    status: int,
-    reason: str,
-    headers: Iterable[tuple[str, str]],
-    body: bytes,
-    *,
-    max_bytes: int,
-    name: str,
-    why: str = "",
-) -> Stored:
-    """Return a response as it is stored, without its body if there is a reason ``why``; ``name`` is the view's."""
-    if len(body) > max_bytes:
-        why = why or f"it has {len(body)} bytes"
-    if not reason.isascii():
-        reason = reason.encode("ascii", "replace").decode()
-    lines = [f"HTTP/1.1 {status} {reason}"]
-    if why:
-        body = b""
-        logger.warning(
-            "idempotency: the response of %s is not stored (%s): a repetition gets 410", name, why
-        )
-        lines.append(f"{_NOT_KEPT}: {why}")
-    lines += [f"{key}: {value}" for key, value in headers if key.lower() not in NEVER_KEPT]
-    head = "\r\n".join(lines).encode("latin-1", "replace")
-    return Stored(content_type=HTTP, content_encoding="binary", body=b"%b\r\n\r\n%b" % (head, body))
+class ResponseCodec:
+    """Stores the responses of a view; errors and steps as JSON."""
+
+    def __init__(self, view: str, max_bytes: int, parts: Callable[[Any], Parts]) -> None:
+        self._view, self._max_bytes, self._parts = view, max_bytes, parts
+        self._json = Serializer()
+        self.load_value = self._json.load
+
+    def dump_value(self, response: object) -> Stored:
+        """Store a response, without its body if that is too large, or streamed."""
+        status, reason, headers, body, why = self._parts(response)
+        if len(body) > self._max_bytes:
+            why = f"it has {len(body)} bytes"
+        if not reason.isascii():
+            reason = reason.encode("ascii", "replace").decode()
+        lines = [f"HTTP/1.1 {status} {reason}"]
+        if why:
+            body = b""
+            line = "idempotency: the response of %s is not stored (%s): a repetition gets 410"
+            logger.warning(line, self._view, why)
+            lines.append(f"{_NOT_KEPT}: {why}")
+        lines += [f"{key}: {value}" for key, value in headers if key.lower() not in NEVER_KEPT]
+        packed = b"%b\r\n\r\n%b" % ("\r\n".join(lines).encode("latin-1", "replace"), body)
+        return Stored(content_type=HTTP, content_encoding="binary", body=packed)
+
+    def dump_error(self, error: BaseException) -> Stored:
+        """Store what a caller may know."""
+        return self._json.dump({"exc_type": type(error).__name__, "exc_message": str(error)})
+
+    def dump_step(self, name: str, value: object) -> Stored:  # noqa: ARG002
+        """Serialize the result of a step; :exc:`.NotStored` if that cannot be."""
+        return self._json.dump(value, max_bytes=self._max_bytes)
 
 
 def read_response(stored: Stored) -> Answer:

@@ -19,13 +19,19 @@ from contextvars import Context, copy_context
 from typing import Any, NoReturn, TypeVar
 
 from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
-from celery_idempotent.http.answers import UNSURE, Answer, RequestRefused, read_response
+from celery_idempotent.http.answers import (
+    UNSURE,
+    Answer,
+    Parts,
+    RequestRefused,
+    ResponseCodec,
+    read_response,
+)
 from celery_idempotent.http.options import HttpOptions, RequestFunction
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Run, execute
-from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.serializers import Serializer
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
@@ -41,7 +47,7 @@ class _NotToKeepError(Exception):
 
 
 class Guard:
-    """Guards one view; ``name`` is for people, ``sender`` what signals come from, ``pack`` stores a response."""
+    """Guards one view; ``name`` is for people, ``sender`` what signals come from."""
 
     def __init__(
         self,
@@ -49,11 +55,11 @@ class Guard:
         sender: object,
         options: HttpOptions,
         open_store: Callable[[], Store],
-        pack: Callable[[Any], Stored],
+        parts: Callable[[Any], Parts],
     ) -> None:
         self.name, self.sender, self.open_store = name, sender, open_store
         self.options, self.policy = options, options.policy
-        self.codec = ResponseCodec(pack, options.max_response_bytes)
+        self.codec = ResponseCodec(name, options.max_response_bytes, parts)
 
 
 class RequestRun(Run):
@@ -153,23 +159,6 @@ def stored_answer(record: Record) -> Answer:
         return read_response(record.value)
     except ResultUnavailable as unavailable:
         raise RequestRefused("result_not_kept", str(unavailable)) from None
-
-
-class ResponseCodec:
-    """Responses instead of values, as ``dump_value`` packs them; errors and steps as JSON."""
-
-    def __init__(self, dump_value: Callable[[Any], Stored], max_bytes: int) -> None:
-        self.dump_value, self._max_bytes = dump_value, max_bytes
-        self._json = Serializer()
-        self.load_value = self._json.load
-
-    def dump_error(self, error: BaseException) -> Stored:
-        """Store what a caller may know."""
-        return self._json.dump({"exc_type": type(error).__name__, "exc_message": str(error)})
-
-    def dump_step(self, name: str, value: object) -> Stored:  # noqa: ARG002
-        """Serialize the result of a step; :exc:`.NotStored` if that cannot be."""
-        return self._json.dump(value, max_bytes=self._max_bytes)
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

@@ -22,7 +22,7 @@ from celery import Celery
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http import requests
-from celery_idempotent.http.answers import Answer, Headers, RequestRefused, pack_response
+from celery_idempotent.http.answers import Answer, Headers, Parts, RequestRefused
 from celery_idempotent.http.guard import Guard, RequestRun
 from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction
 from celery_idempotent.keys.fingerprints import NoFormError, form
@@ -33,7 +33,7 @@ from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.records import Identity, Stored
+    from celery_idempotent.records import Identity
 
 Request = MutableMapping[str, Any]
 
@@ -190,11 +190,10 @@ class Response:
         self.reason, self.parts = answer.reason or responses.get(self.status, "Unknown"), [body]
 
 
-def _pack(response: Response, *, name: str) -> Stored:
+def _parts(response: Response) -> Parts:
     why = f"it has more than {response.max_bytes} bytes" if response.is_large else ""
     body = b"" if why else b"".join(response.parts)
-    head = response.status, response.reason, response.headers
-    return pack_response(*head, body, max_bytes=response.max_bytes, name=name, why=why)
+    return response.status, response.reason, response.headers, body, why
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class Middleware:
         if not isinstance(found, (Store, Celery)):
             raise InvalidOption(f"store of {where} must be a URL, a store or a Celery app.")
         opener = partial(get_store, found) if isinstance(found, Celery) else lambda: found
-        self.guard = Guard(given.name, app, given, opener, partial(_pack, name=given.name))
+        self.guard = Guard(given.name, app, given, opener, _parts)
 
     def guards(self, request: Request) -> bool:
         """Does this request need a key, or have one?"""

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 from django.test import Client
 
 from celery_idempotent.errors import FailedByOperator
-from celery_idempotent.http.guard import ResponseCodec
+from celery_idempotent.http.answers import ResponseCodec
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store
@@ -76,6 +76,6 @@ def test_an_answer_that_is_no_text_is_shown_in_part(
 def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
     serve(memory)
     about = of_user("a", 17)
-    error = ResponseCodec(Mock(), 0).dump_error(FailedByOperator("given up"))
+    error = ResponseCodec("", 0, Mock()).dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
     assert "FailedByOperator: given up" in text(operator.get(address(about)))

@@ -135,7 +135,7 @@ def test_two_tabs_of_two_frameworks_pay_once(open_as: OpenAs, site: Site, twin: 
     expect_answer(tab, 3, "200 COMPLETED", repeated="yes")
     tab.get_by_label("Amount").fill("5")
     press(tab)
-    expect_answer(tab, 4, "422 This key belongs to another request", repeated="no")
+    expect_answer(tab, 4, "422 The key was used for another request", repeated="no")
     expect_paid(tab, site)
     forged = tab.request.post(f"{twin}/payments/", data=ORDER, headers={"Idempotency-Key": "k"})
     assert (forged.status, forged.json()["code"]) == (403, "permission_denied"), "no CSRF token"

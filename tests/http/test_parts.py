@@ -21,9 +21,9 @@ from celery_idempotent.django.http.requests import (
     request_fingerprint,
     session_scope,
 )
-from celery_idempotent.django.http.responses import pack_response, response_of
+from celery_idempotent.django.http.responses import parts_of, response_of
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
-from celery_idempotent.http.answers import RequestRefused, read_response
+from celery_idempotent.http.answers import RequestRefused, ResponseCodec, read_response
 from celery_idempotent.http.requests import http_identity, read_key
 from celery_idempotent.records import Stored
 from tests.sql.databases import ready
@@ -199,9 +199,13 @@ def test_a_charset_that_is_none_is_refused(
 # Kept responses ------------------------------------------------------------------------------------------------------
 
 
+def packed(made: HttpResponse, max_bytes: int = 1000) -> Stored:
+    return ResponseCodec("v", max_bytes, parts_of).dump_value(made)
+
+
 def kept_again(made: HttpResponse) -> HttpResponse:
     """Return a response as a repetition gets it."""
-    return response_of(read_response(pack_response(made, max_bytes=1000, name="v")))
+    return response_of(read_response(packed(made)))
 
 
 @pytest.mark.parametrize("status", [200, 204, 404])
@@ -233,7 +237,7 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
 def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
     import dataclasses
 
-    kept = pack_response(HttpResponse("text"), max_bytes=1000, name="v")
+    kept = packed(HttpResponse("text"))
     assert read_response(kept).body == b"text"
     for no_response in (
         Stored(content_type="application/json", content_encoding="utf-8", body=b"1"),
@@ -245,12 +249,9 @@ def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
 
 
 def test_a_response_over_its_limit_is_not_kept() -> None:
-    def packed(text: str) -> Stored:
-        return pack_response(HttpResponse(text), max_bytes=4, name="v")
-
-    assert read_response(packed("four")).body == b"four"
+    assert read_response(packed(HttpResponse("four"), 4)).body == b"four"
     with pytest.raises(ResultUnavailable, match="was not kept"):
-        read_response(packed("fiver"))
+        read_response(packed(HttpResponse("fiver"), 4))
 
 
 @pytest.mark.parametrize("name", ["Content-Type", "content-type"])

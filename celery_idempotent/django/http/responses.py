@@ -11,10 +11,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpResponse, HttpResponseBase
 
-from celery_idempotent.http import answers
-from celery_idempotent.http.answers import Answer, make_problem
+from celery_idempotent.http.answers import Answer, Parts, make_problem
 from celery_idempotent.keys.arguments import type_name
-from celery_idempotent.records import Stored
 
 Made = ParamSpec("Made")
 
@@ -35,13 +33,14 @@ def _as_response(make: Callable[Made, Answer]) -> Callable[Made, HttpResponse]:
 problem = _as_response(make_problem)
 
 
-def pack_response(response: HttpResponseBase, *, max_bytes: int, name: str) -> Stored:
-    """Return the status, the headers that are kept, and the body, or in its place a note that it is not kept."""
+def parts_of(response: HttpResponseBase) -> Parts:
+    """Return the parts of a response that may be stored."""
     body, why = b"", "it is streamed"
     if isinstance(response, HttpResponse):
         body, why = response.content, ""
-    head = response.status_code, response.reason_phrase, response.headers.items()
-    return answers.pack_response(*head, body, max_bytes=max_bytes, name=name, why=why)
+    headers = response.headers
+    named = [(name, headers[name]) for name in headers]  # items() takes twice as long
+    return response.status_code, response.reason_phrase, named, body, why
 
 
 def refuse_returned(returned: object, name: str) -> NoReturn:

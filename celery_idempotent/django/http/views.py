@@ -27,7 +27,7 @@ from celery_idempotent.django.http.requests import (
     receive,
     request_fingerprint,
 )
-from celery_idempotent.django.http.responses import pack_response, refuse_returned, response_of
+from celery_idempotent.django.http.responses import parts_of, refuse_returned, response_of
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import Guard, RequestRun, to_the_end
@@ -126,9 +126,8 @@ class _DecoratedView:
     @cached_property
     def guard(self) -> Guard:
         """What guards the view, made for its first request: the project's app is known by then."""
-        options = http_options(self._given)
-        pack = partial(pack_response, max_bytes=options.max_response_bytes, name=self.name)
-        return Guard(self.name, self, options, partial(get_store, celery_app()), pack)
+        open_store = partial(get_store, celery_app())
+        return Guard(self.name, self, http_options(self._given), open_store, parts_of)
 
 
 class _Call(RequestRun):
