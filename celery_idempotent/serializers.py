@@ -83,7 +83,7 @@ class Serializer:
             problem = f"cannot be written as {self.name} and read again"
         if problem:
             raise NotStored(f"a {type(value).__qualname__} {problem}")
-        return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
+        return Stored(content_type, content_encoding, body)
 
     def load(self, stored: Stored) -> object:
         """Return the value that was stored.
@@ -137,9 +137,7 @@ def to_bytes(stored: Stored) -> bytes:
 def from_bytes(content: bytes) -> Stored:
     """Return the value that :func:`to_bytes` packed."""
     content_type, content_encoding, body = content.split(b"\n", 2)
-    return Stored(
-        content_type=content_type.decode(), content_encoding=content_encoding.decode(), body=body
-    )
+    return Stored(content_type.decode(), content_encoding.decode(), body)
 
 
 def first_accepted(first: str, accept: Iterable[str]) -> str:
