@@ -104,8 +104,8 @@ class RedisStore(base.Store):
         self, state: State, identity: Identity, tail: bytes, delay_ms: int, keep_ms: int
     ) -> Reply:
         times = b"%d" % delay_ms, b"%d" % (delay_ms + keep_ms)
-        start, attempts = layout.STARTS[state], b"1" if state is _PROCESSING else b"0"
-        call = _CLAIM.call(self._keys.of_record(identity)[:2], *times, start, attempts, tail)
+        keys = self._keys.of_record(identity)[:2]
+        call = _CLAIM.call(keys, *times, layout.STARTS[state], tail)
         return exchange(self._link, (call,))[0]
 
     def settle(self, request: SettleRequest) -> bool:

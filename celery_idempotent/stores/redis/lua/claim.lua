@@ -1,8 +1,7 @@
 -- Claim or reserve a key that has no record; otherwise say what is there. Without arguments it only looks.
 --
 -- KEYS     1 record · 2 leases; in there '!' has the largest token of the bucket
--- ARGV     1 until the deadline, ms · 2 life of the record, ms · 3 state and version · 4 attempts
---          5 the record from its flags on
+-- ARGV     1 until the deadline, ms · 2 life of the record, ms · 3 state and version · 4 the record from its flags on
 -- returns  token and time in ms, 8 bytes each: it is yours
 --          {record or nil, ms it has left if that was asked for, seconds, microseconds}: nothing was written
 local time = redis.call('TIME')
@@ -10,8 +9,9 @@ if not ARGV[1] then return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[
 local token = time[1] * 1000000 + time[2]
 local now = math.floor(token / 1000)
 local deadline = now + ARGV[1]
-local head = struct.pack('>I8I8I2I2I8I8', token, now, 0, ARGV[4], now, deadline)
-local set = redis.pcall('SET', KEYS[1], ARGV[3] .. head .. ARGV[5], 'NX', 'PX', ARGV[2])
+-- A claim is the first attempt, a reservation none.
+local head = struct.pack('>I8I8I2I2I8I8', token, now, 0, ARGV[3]:byte() == 80 and 1 or 0, now, deadline)
+local set = redis.pcall('SET', KEYS[1], ARGV[3] .. head .. ARGV[4], 'NX', 'PX', ARGV[2])
 if not set or set.err then
   -- A server without memory left takes no new record, and answers for those that it has.
   local found = redis.call('GET', KEYS[1])
@@ -29,5 +29,5 @@ end
 token = redis.call('ZRANGEBYSCORE', KEYS[2], '1e14', '+inf', 'WITHSCORES')[2] + 1
 redis.call('ZADD', KEYS[2], deadline, KEYS[1], string.format('%d', token), '!')
 head = struct.pack('>I8', token) .. head:sub(9)
-redis.call('SET', KEYS[1], ARGV[3] .. head .. ARGV[5], 'PX', ARGV[2])
+redis.call('SET', KEYS[1], ARGV[3] .. head .. ARGV[4], 'PX', ARGV[2])
 return head:sub(1, 16)
