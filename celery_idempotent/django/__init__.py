@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["IdempotentTask", "user_scope"]
 
 
-class IdempotentTask(_IdempotentTask, DjangoTask):  # type: ignore[type-arg]  # a type of the stubs alone
+class IdempotentTask(_IdempotentTask, DjangoTask):  # type: ignore[type-arg]  # generic only in the stubs
     """:class:`celery_idempotent.IdempotentTask`, with Celery's ways to publish after a commit.
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is

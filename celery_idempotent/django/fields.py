@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from django.db.backends.ddl_references import Statement
 
 
-class ShortBinaryField(models.BinaryField):  # type: ignore[type-arg]  # a type of the stubs alone
+class ShortBinaryField(models.BinaryField):  # type: ignore[type-arg]  # generic only in the stubs
     """Up to ``max_length`` bytes: ``varbinary`` on MySQL and MariaDB, as any BinaryField elsewhere."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:

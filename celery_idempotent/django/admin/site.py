@@ -59,7 +59,7 @@ _VERDICTS: dict[operations.Verdict, str] = {
 }
 
 
-class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # a type of the stubs alone
+class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic only in the stubs
     """Tasks make the records, and operations change them. Whoever may view records may view charts and outbox."""
 
     def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
