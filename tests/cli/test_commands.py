@@ -411,22 +411,6 @@ def test_a_filter_goes_on_where_its_limit_ended(store, run):
     assert len(run("forget", "--all", "--limit", "3", "--yes").stdout.splitlines()) == 2
 
 
-def test_an_operation_can_be_interrupted(store, run, monkeypatch):
-    for number in range(5):
-        settle(store, claim(store, f"key {number}"), State.FAILED, DECLINED)
-    forget, done = store.forget, []
-
-    def interrupted(*args: Any, **options: Any) -> Any:
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(args)
-        return forget(*args, **options)
-
-    monkeypatch.setattr(store, "forget", interrupted)
-    result = run("forget", "--all", "--yes")
-    assert (result.exit_code, len(result.stdout.splitlines())) == (1, 2)
-
-
 @pytest.mark.parametrize(
     "words",
     [
