@@ -62,13 +62,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Any:
     """Leave what is collected, which lives to the end, out of every later garbage collection.
 
-    Ten thousand tests are a million objects. To look at them all again takes half a second, each time.
+    Ten thousand tests are a million objects. To look at them all again takes half a second, each time. What tests leave
+    is collected more rarely than usual, which takes a seventh of the time otherwise.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
         gc.enable()
 
 
