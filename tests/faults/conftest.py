@@ -215,7 +215,7 @@ def digests(private_redis: EmbeddedRedis) -> dict[str, bytes]:
 
     # A look is the script of a claim without arguments, a release that of a settle.
     return found | {
-        "claim": with_words(10, "claim"),
+        "claim": with_words(9, "claim"),
         "settle": found["end"],
         "release": with_words(6, "end"),
     }
