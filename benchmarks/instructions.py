@@ -33,12 +33,12 @@ _VERBS = tuple(
         "claim of a completed key (replay)",
     )
 )
-#: What each may take, as a ratio to its baseline: a run 154,000 instructions more, a duplicate no more at all.
+#: What each may take, as a ratio to its baseline: where the result is stored with the record, less than a plain task.
 _GOALS = {
-    ("worker", "by_task_id"): 1.04,
-    ("worker", "by_argument"): 1.04,
+    ("worker", "by_task_id"): 0.95,
+    ("worker", "by_argument"): 0.95,
     ("worker", "by_argument_ignore"): 1.05,
-    ("worker", "again"): 1.0,
+    ("worker", "again"): 0.95,
     ("publish", "by_task_id"): 1.01,
     ("publish", "by_argument"): 1.05,
     ("publish", "by_webhook"): 1.10,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from datetime import datetime, timezone
 from functools import lru_cache
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from celery.app import trace
@@ -61,7 +62,7 @@ def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) ->
     if prefix is None or _is_ignored(task, request):
         return None
     key, expires_s = prefix + request.id.encode(), int(backend.expires or 0)
-    return ResultWrite(key=key, payload=_payload(request, value), expires_s=expires_s)
+    return ResultWrite(key, _payload(request, value), expires_s)
 
 
 def _payload(request: Any, value: Stored) -> bytes:
@@ -76,7 +77,7 @@ def _payload(request: Any, value: Stored) -> bytes:
     return b'{"status": "SUCCESS", "result": %b, "traceback": null, "children": %b, %b}' % (
         value.body,
         encode_json([each.as_tuple() for each in children]).encode() if children else b"[]",
-        f'{after}, "task_id": {encode_json(request.id)}'.encode(),
+        f'{after}, "task_id": {encode_basestring_ascii(request.id)}'.encode(),
     )
 
 

@@ -9,7 +9,6 @@ The task id tells the stamp of this message from a copy: Celery copies headers t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
@@ -37,7 +36,7 @@ RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_F
 MAX_CHARS: Final = 255
 
 _IDENTITY = frozenset({"key", "scope", "fingerprint"})
-_FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+_DIGITS, _HEX = 2 * FINGERPRINT_BYTES, "0123456789abcdef"
 
 
 def as_mapping(headers: object) -> dict[str, object]:
@@ -122,11 +121,11 @@ class Identified:
         if header is None:
             return None
         found: Mapping[str, Any] = header if isinstance(header, MAPPINGS) else {}
-        if "id" in found and _IDENTITY.isdisjoint(found):
-            return None
         key: Any = found.get("key")
+        if key is None and "id" in found and _IDENTITY.isdisjoint(found):
+            return None
         scope, digest = found.get("scope", ""), found.get("fingerprint")
-        is_hex = isinstance(digest, str) and _FINGERPRINT_HEX.fullmatch(digest)
+        is_hex = isinstance(digest, str) and len(digest) == _DIGITS and not digest.strip(_HEX)
         is_key = isinstance(key, str) and 0 < len(key) <= MAX_CHARS and key.isprintable()
         if not (is_key and (scope == "" or is_text(scope)) and (digest is None or is_hex)):
             raise InvalidKey(f"A message of {namespace} has a malformed stamp.")

@@ -282,18 +282,17 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
     policy, observed = run.policy, run.policy.mode == "observe"
     run.phase, run.lost, run.replaced = CLAIMING, False, False
     request = ClaimRequest(
-        identity=run.identity,
-        fingerprint=run.fingerprint,
-        task_id=run.task_id,
-        worker=run.worker,
-        message=run.message,
-        attempt=os.urandom(ATTEMPT_BYTES),
-        lease_ms=policy.lease_ms,
-        keep_ms=policy.keep_ms,
+        run.identity,
+        os.urandom(ATTEMPT_BYTES),
+        policy.lease_ms,
+        policy.keep_ms,
+        run.fingerprint,
+        run.task_id,
+        run.worker,
         # A sweep leaves alone what is only observed.
-        on_stale="interrupt" if observed else policy.on_stale,
+        "interrupt" if observed else policy.on_stale,
+        run.message,
     )
-
     run.renewed_at = time.monotonic()
     until = 0.0 if observed else run.renewed_at + CLAIM_SECONDS
     try:
@@ -370,10 +369,7 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
             value = dump(outcome)
         except Exception as error:  # noqa: BLE001  of classes of any kind
             log_not_kept(run.identity, state, error)
-    keep_ms, replaced = run.policy.settled_keep_ms, run.replaced
-    return SettleRequest(
-        record=run.record, state=state, value=value, keep_ms=keep_ms, replaced=replaced
-    )
+    return SettleRequest(run.record, state, value, run.policy.settled_keep_ms, run.replaced)
 
 
 def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) -> None:
