@@ -143,7 +143,8 @@ def _pytest(directory: Path, arguments: Sequence[str], timeout_s: float) -> _Run
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *_OPTIONS, f"--basetemp={directory}/tmp", *arguments],
             cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k != "CI"} | {"PYTHONPATH": str(directory)},
+            env={k: v for k, v in os.environ.items() if k != "CI"}
+            | {"PYTHONPATH": str(directory), "CELERY_IDEMPOTENT_THOROUGH": "1"},
             stdout=output,
             stderr=output,
             start_new_session=True,
