@@ -21,7 +21,6 @@ from typing import Any, NoReturn, TypeVar
 from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.http.answers import (
     UNSURE,
-    Answer,
     Parts,
     RequestRefused,
     ResponseCodec,
@@ -40,10 +39,6 @@ T = TypeVar("T")
 
 class _NotToKeepError(Exception):
     """The view ran, and its answer is not one to repeat: the key is given back."""
-
-    def __init__(self, response: object) -> None:
-        super().__init__()
-        self.response = response
 
 
 class Guard:
@@ -111,7 +106,7 @@ class RequestRun(Run):
                 "It was sent before with another method, route or body. A key identifies one operation: use a new one.",
             ) from None
         except _NotToKeepError as answered:
-            return answered.response
+            return answered.args[0]
 
     def kept(self, response: T, status: int, *, is_kept: bool = True) -> T:
         """Return the response of a view if it is one to repeat; any other leaves the view as an exception."""
@@ -134,7 +129,17 @@ class RequestRun(Run):
         """Repeat the stored response to a caller who may have it."""
         authorize = self.guard.options.authorize
         refused = None if authorize is None else self.refusal(authorize)
-        return refused or stored_answer(record)
+        if refused is not None:
+            return refused
+        if record.state is State.FAILED:
+            failure = failure_of(record, None)
+            raise RequestRefused(failure.code, failure.detail)
+        if record.value is None:
+            raise RequestRefused("result_not_kept", "The response could not be kept.")
+        try:
+            return read_response(record.value)
+        except ResultUnavailable as unavailable:
+            raise RequestRefused("result_not_kept", str(unavailable)) from None
 
     def conflict(self, record: Record, left_ms: int) -> NoReturn:  # noqa: ARG002
         """Refuse a request whose key another one holds."""
@@ -146,19 +151,6 @@ class RequestRun(Run):
     def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:  # noqa: ARG002
         """Refuse a request that cannot be guarded now."""
         raise RequestRefused("store_unavailable", UNSURE) from error
-
-
-def stored_answer(record: Record) -> Answer:
-    """Return the answer that the record of a view has."""
-    if record.state is State.FAILED:
-        failure = failure_of(record, None)
-        raise RequestRefused(failure.code, failure.detail)
-    if record.value is None:
-        raise RequestRefused("result_not_kept", "The response could not be kept.")
-    try:
-        return read_response(record.value)
-    except ResultUnavailable as unavailable:
-        raise RequestRefused("result_not_kept", str(unavailable)) from None
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

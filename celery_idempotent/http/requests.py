@@ -138,7 +138,7 @@ def declared_size(content_length: object, *, max_bytes: int) -> int:
         raise RequestRefused("body_unreadable", "Its Content-Length is not a number.")
     size = int(found[1])
     if size > max_bytes:
-        raise _too_large(max_bytes)
+        check_size(size, size, max_bytes=max_bytes)
     return size
 
 
@@ -151,18 +151,14 @@ def check_size(size: int, declared: int, *, max_bytes: int) -> None:
         RequestRefused: ``body_incomplete`` or ``request_too_large``.
     """
     if size > max_bytes:
-        raise _too_large(max_bytes)
+        raise RequestRefused(
+            "request_too_large", f"An idempotent request may have up to {max_bytes} bytes."
+        )
     if size < declared:
         raise RequestRefused(
             "body_incomplete",
             "It is shorter than the request declares. Send the same request with the same key again.",
         )
-
-
-def _too_large(max_bytes: int) -> RequestRefused:
-    return RequestRefused(
-        "request_too_large", f"An idempotent request may have up to {max_bytes} bytes."
-    )
 
 
 def request_fingerprint(
