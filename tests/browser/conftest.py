@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import uuid
@@ -226,7 +225,7 @@ def look_at(page: Page, what: str) -> None:
         if page.evaluate("typeof axe") == "undefined":
             page.evaluate(AXE_SCRIPT)
         whole = {"runOnly": _OF_WIDTH} if width == 390 else {"rules": _NOT_OF_MARKUP}
-        found, looks = page.evaluate(_AXE, [whole, sorted(_LOOKS)])
+        found, looks = page.evaluate(_AXE, [whole, _OF_COLOR, sorted(_LOOKS)])
         assert found == [], (what, scheme, width)
         _LOOKS.update(looks)
 
@@ -238,28 +237,30 @@ _NOT_OF_MARKUP = {name: {"enabled": False} for name in _OF_COLOR + _OF_WIDTH}
 
 #: The rules of colour take most of the time: they look at one text of each colour, font and background.
 _AXE = """
-async ([whole, known]) => {
+async ([whole, rules, known]) => {
   const looks = new Set(known), behind = new Map(), texts = [];
+  const says = each => [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
   for (const each of document.body.querySelectorAll("*")) {
     const style = getComputedStyle(each), box = each.getBoundingClientRect();
-    const own = [style.backgroundColor, style.backgroundImage, style.opacity].join();
+    const ground = [style.backgroundColor, style.backgroundImage, style.opacity].join();
     const below = behind.get(each.parentElement) ?? "";
-    behind.set(each, own === "rgba(0, 0, 0, 0),none,1" ? below : below + own);
-    const look = [style.color, style.font, style.textDecorationLine, behind.get(each)].join();
-    const text = [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-    if ((text || each.matches("input, select, textarea")) && !looks.has(look) && box.width &&
-        box.right > 0 && box.left < innerWidth && each.checkVisibility()) {
+    behind.set(each, ground === "rgba(0, 0, 0, 0),none,1" ? below : below + ground);
+    const within = says(each.parentElement) && getComputedStyle(each.parentElement).color;
+    const own = [style.color, style.font, style.textDecorationLine];
+    const look = [...own, within, behind.get(each)].join();
+    if ((says(each) || each.matches("input, select, textarea")) && !looks.has(look) &&
+        box.width && box.right > 0 && box.left < innerWidth && each.checkVisibility()) {
       looks.add(look);
       texts.push(each);
     }
   }
-  const options = {resultTypes: ["violations"]}, color = {...options, runOnly: %s};
+  const options = {resultTypes: ["violations"]}, color = {...options, runOnly: rules};
   const found = [await axe.run({...options, ...whole})];
   if (texts.length) found.push(await axe.run({include: texts}, color));
   const told = each => [each.id, each.nodes[0].html];
   return [found.flatMap(each => each.violations.map(told)), [...looks]];
 }
-""" % json.dumps(_OF_COLOR)
+"""
 
 
 def log_in(page: Page, user: str) -> None:

@@ -71,7 +71,7 @@ class Copies:
         return copies(self._client, self._queue, self._id)
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.01):
+        while not self._stop.wait(0.05):
             self.most = max(self.most, self.now())
 
 
