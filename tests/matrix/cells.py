@@ -16,7 +16,7 @@ from tests.matrix.site import Site
 from tests.support.sites import Message
 
 #: What a cell waits for is there after so many seconds, or never: a hundred cells share two cores.
-PATIENCE = 90
+PATIENCE = 180
 
 #: The event that tells of a state.
 EVENTS = {

@@ -26,17 +26,8 @@ PAGE = ROOT / "docs" / "testing.md"
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 DJANGO = ("-m", "django", "test", "tests.users.shop.suite_django", "--noinput")
 PYTEST = (
-    *(
-        "-m",
-        "pytest",
-        "-p",
-        "pytest_django.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-c",
-        "/dev/null",
-    ),
+    *("-m", "pytest", "-p", "pytest_django.plugin", "-p", "no:cacheprovider", "-q"),
+    *("-c", "/dev/null"),
     *("--rootdir", str(SHOP), "--import-mode=importlib", str(SHOP / "suite_pytest.py")),
 )
 
