@@ -201,7 +201,6 @@ def _clear(page: Page) -> None:
     for other in page.context.pages:
         if other is not page:
             other.close()
-    page.context.set_offline(False)
     page.unroute_all()
     page.set_viewport_size(_SIZE)
     page.emulate_media(color_scheme="light", reduced_motion="reduce")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -40,9 +41,7 @@ def test_the_test_for_ci_passes_and_finds_a_change(monkeypatch, options, passes)
     exec(SHOP.format(options=options), vars(shop))
     page: dict[str, Any] = {}
     exec(block("deploying", "test_keys.py"), page)
-    if passes:
+    refused = pytest.raises(AssertionError, match=r"operations of shop.charge would run again")
+    with contextlib.nullcontext() if passes else refused:
         page["test_no_key_changes"]()
-    else:
-        with pytest.raises(AssertionError, match=r"operations of shop.charge would run again"):
-            page["test_no_key_changes"]()
     close_app(shop.app)
