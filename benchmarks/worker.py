@@ -16,8 +16,8 @@ CANDIDATES: dict[str, tuple[str, str, float | None]] = {
     "by_task_id": ("IdempotentTask", "plain", 1.0),
     "by_argument": ("IdempotentTask, key of an argument", "plain", 1.0),
     "portable": ("the same, result stored apart", "plain", 1.15),
-    "by_argument_ignore": ("the same, ignore_result", "plain_ignore", 1.2),
     "plain_late": ("celery.Task, acks_late", "plain", None),
+    "by_argument_ignore": ("the same, ignore_result", "plain_ignore", 1.2),
     "floor": ("celery.Task and two bare round trips", "plain", None),
 }
 
@@ -26,7 +26,7 @@ def run(session: Session) -> Iterator[Figure]:
     """Drain one queue with one worker, blocks of all tasks interleaved."""
     # First comes the one that has to run once before the measured rounds replay it.
     everything = list(CANDIDATES)
-    main, few = everything[:4], session.choose(quick=5, full=24)
+    main, few = everything[:5], session.choose(quick=5, full=24)
     # In a pool of one process a task starts when the last one is over.
     yield from _measure(
         session, "solo", everything, 50, session.choose(quick=16, full=60), in_turn=True

@@ -18,9 +18,9 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from json.encoder import c_make_encoder, encode_basestring_ascii  # type: ignore[attr-defined]
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from kombu.utils.json import JSONEncoder
@@ -39,9 +39,16 @@ _SCALARS: dict[type, Callable[[Any], str]] = {
 
 _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
-#: Writes most forms, in parts. A JSONEncoder, which makes one of these for each value, takes twice as long. It sorts
-#: keys as they are: 9 before 10, which are texts after the broker.
-_encoded = c_make_encoder(None, _kombu_reduce, quote, None, ":", ",", True, False, True)
+#: Writes most forms, in parts. It sorts keys as they are: 9 before 10, which are texts after the broker.
+_encoded: Callable[[object, int], Iterable[str]]
+try:  # a JSONEncoder makes one of these for each value, which takes twice as long
+    _encoded = vars(json.encoder)["c_make_encoder"](
+        None, _kombu_reduce, quote, None, ":", ",", True, False, True
+    )
+except (KeyError, TypeError):  # undocumented, and not in every Python
+    _encoded = json.JSONEncoder(
+        check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
+    ).iterencode  # type: ignore[assignment]
 #: A first key that may not have been a text: then no key of its dict was, or it could not be sorted.
 _CONVERTED_KEY = re.compile(r'\{"(?=[-0-9INtf])(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 

@@ -219,7 +219,7 @@ class _Call(RequestRun):
 
 def _refuse_open_transactions() -> None:
     """Refuse to run inside a transaction: a record is settled after the COMMIT."""
-    for connection in connections.all():
+    for connection in connections.all(initialized_only=True):
         for block in getattr(connection, "atomic_blocks", ()):
             if not getattr(block, "_from_testcase", False):
                 raise ImproperlyConfigured(
