@@ -491,7 +491,9 @@ def test_987_deliveries_of_324_events_take_effect_324_times(door: Door) -> None:
     effects = len(list(directory.glob("effect-*")))
     runs = sum(door.runs(event) for event in events)
     sys.stdout.write(f"{door.name}: {len(done)} answers, {effects} effects, {runs} runs\n")
-    assert [answer for answer in done if answer.status != 200] == []
+    # A key whose server was killed four times is left to a person: its effect is done.
+    others = [answer for answer in done if b'"too_many_crashes"' not in answer.body]
+    assert [answer for answer in others if answer.status != 200] == []
     assert (len(done), effects) == (987, 324)
     # One run more for each that was killed.
     assert 324 <= runs <= 324 + 25 * 50

@@ -177,13 +177,15 @@ class _Server:
 
 
 _servers: dict[bool, _Server] = {}
+_making = threading.Lock()
 
 
 def _server(*, django: bool) -> _Server:
-    if django not in _servers:
-        modules = f"{_CELERY} {_PACKAGE} {_DJANGO if django else ''}"
-        _servers[django] = _Server(modules.split())
-    return _servers[django]
+    with _making:  # a second connection of this process would have close() wait for ever
+        if django not in _servers:
+            modules = f"{_CELERY} {_PACKAGE} {_DJANGO if django else ''}"
+            _servers[django] = _Server(modules.split())
+        return _servers[django]
 
 
 # -- the side of the server --------------------------------------------------------------------------------------------
