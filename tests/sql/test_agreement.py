@@ -69,5 +69,5 @@ def test_both_stores_answer_alike(open_store: Callable[..., DjangoStore], vendor
     wanted = {"claim Claimed", "reserve Reserved", "QUEUED", "PROCESSING"}
     if vendor == "sqlite":
         wanted |= {"claim Held", "COMPLETED"}
-    tries = examples(8, 40) if vendor == "sqlite" else examples(3, 15)
+    tries = examples(15, 40) if vendor == "sqlite" else examples(6, 15)
     run_until_seen(machine, wanted, seen, tries=tries)

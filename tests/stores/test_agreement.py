@@ -266,4 +266,4 @@ def test_both_stores_answer_alike(redis_url: str, redis_client: redis.Redis, pre
     machine = type("Agreement", (Agreement,), fixed)
     answers = {"claim Claimed", "claim Held", "claim Mismatched", "reserve Reserved"}
     wanted = answers | {state.name for state in State}
-    run_until_seen(machine, wanted, seen, tries=examples(10, 60))
+    run_until_seen(machine, wanted, seen, tries=examples(20, 60))

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 #: `make test-all` asks for more examples of everything that is tried with any.
-THOROUGH = "CELERY_IDEMPOTENTTHOROUGH" in os.environ
+THOROUGH = "CELERY_IDEMPOTENT_THOROUGH" in os.environ
 #: A counterexample is not made shorter, which takes minutes, unless it is asked for.
 _PHASES = tuple(
     phase
