@@ -41,7 +41,6 @@ from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.run import release, run_in_progress, unguarded
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
-from celery_idempotent.signals import counters
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -337,8 +336,8 @@ def _connect_receivers() -> None:
     for signal, receiver in (
         (celery_signals.worker_init, make_store),
         (celery_signals.worker_ready, check_setup),
-        # Of a pool's process; the main process writes its counters at its end.
-        (celery_signals.worker_process_shutdown, lambda **_: counters.write()),
+        # Of a pool's process, and of the main one.
+        (celery_signals.worker_process_shutdown, lambda **_: heartbeat.finish()),
         (celery_signals.worker_shutdown, lambda **_: heartbeat.finish()),
     ):
         signal.connect(receiver, weak=False)

@@ -9,6 +9,11 @@ With a lease of 60 seconds::
 
 A refused renewal means that the claim is lost: the key has a newer one, or no record. Its run goes on, because a thread
 cannot be stopped from outside; its result is stored only if there is no newer claim.
+
+The thread also undoes requests that were given up without an answer, and that the store may carry out later::
+
+    claim ── no answer for 3 s: given up, the message comes back ── the store thaws, and carries it out
+                   └──▶ take it back: no answer · no answer ───────▶ done ──▶ look again, the command may be late
 """
 
 from __future__ import annotations
@@ -18,12 +23,13 @@ import atexit
 import logging
 import os
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.errors import IdempotencyError, StoreUnavailable
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.signals import counters
 
@@ -35,7 +41,26 @@ logger = logging.getLogger(__name__)
 #: The longest sleep of the thread, which writes the counts of the process, in seconds.
 TICK = 5.0
 
+#: How long a command may be late once the store answers, in seconds: as long as the store was silent, since TCP sends
+#: lost packets again after pauses that double, within these limits.
+_LATE, _LATEST = 5.0, 60.0
+#: The longest wait for that, and for the last counts alone, at the end of a process.
+_LAST_UNDO, _LAST_COUNTS = 10.0, 2.0
+#: The most requests that are remembered; the lease or the deadline ends the others.
+_MOST = 1000
+
 _NEVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class _GivenUp:
+    """A request without an answer; ``undo`` may be called any number of times."""
+
+    undo: Callable[[], object]
+    since: float = field(default_factory=time.monotonic)
+    due: float = 0.0
+    answered_at: float = 0.0
+    answers: int = 0
 
 
 class Heartbeat:
@@ -62,6 +87,7 @@ class Heartbeat:
         self._lock = _thread.allocate_lock()
         self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[Claim, float] = {}
+        self._given_up: deque[_GivenUp] = deque(maxlen=_MOST)
         self._looks_at = _NEVER
         self._started = self._writes_now = counters.has_writer = False
 
@@ -76,6 +102,12 @@ class Heartbeat:
         """Stop renewing ``claim``; a renewal in progress may still end after this."""
         self._due.pop(claim, None)
 
+    def undo_later(self, undo: Callable[[], object]) -> None:
+        """Call ``undo`` until the store answers, and for some time after: it may carry out a request late."""
+        self._given_up.append(_GivenUp(undo))
+        self.start()
+        self._ring()
+
     def start(self) -> None:
         """Start the thread, if there is none."""
         with self._lock:
@@ -85,13 +117,15 @@ class Heartbeat:
                 self._started = counters.has_writer = True
 
     def finish(self) -> None:
-        """Have the thread write the last counts of a process that ends; wait up to two seconds."""
+        """Have the thread do the last work of a process that ends, and wait for it."""
         if not self._started:
             return
-        until = time.monotonic() + 2.0
+        until = time.monotonic() + (_LAST_UNDO if self._given_up else _LAST_COUNTS)
         self._writes_now = True
         self._ring()
-        while self._writes_now and time.monotonic() < until:
+        while time.monotonic() < until and (
+            self._writes_now or any(each.answers < 2 for each in self._given_up.copy())
+        ):
             time.sleep(0.005)
 
     def _ring(self) -> None:
@@ -102,13 +136,15 @@ class Heartbeat:
         """Renew due claims, write the counts, sleep until the next claim is due; this is the thread."""
         while True:
             self._renew_due()
+            self._undo_due()
             if self._writes_now:
                 counters.write()
                 self._writes_now = False
             else:
                 counters.beat()
             self._looks_at = until = time.monotonic() + TICK
-            self._looks_at = until = min([until, *self._due.copy().values()])
+            undone = [each.due for each in self._given_up.copy()]
+            self._looks_at = until = min([until, *undone, *self._due.copy().values()])
             if (left := until - time.monotonic()) > 0:
                 self._bell.acquire(timeout=left)
             self._looks_at = _NEVER
@@ -123,6 +159,28 @@ class Heartbeat:
                 self.remove(claim)
         for store, claims in by_store.items():
             self._renew(store, claims)
+
+    def _undo_due(self) -> None:
+        for each in self._given_up.copy():
+            now = time.monotonic()
+            if each.due > now:
+                continue
+            try:
+                each.undo()
+            except StoreUnavailable:
+                # The others would wait as long, and renewals for all of them.
+                each.due = time.monotonic() + 0.5
+                self._given_up.rotate(-1)
+                return
+            except Exception as error:  # noqa: BLE001  the thread survives any error
+                logger.warning("idempotency: a request without an answer is left alone: %s", error)
+                each.answered_at = -_NEVER
+            each.answered_at = each.answered_at or time.monotonic()
+            each.due = time.monotonic() + 0.5 * 2**each.answers
+            each.answers += 1
+            silence = each.answered_at - each.since
+            if now >= each.answered_at + min(max(silence, _LATE), _LATEST):
+                self._given_up.remove(each)
 
     def _renew(self, store: Store, claims: list[Claim]) -> None:
         """Renew ``claims``; the thread survives any error."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from types import CoroutineType, GeneratorType
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
@@ -307,8 +308,15 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         ):
             _ask(run, until, run.store.forget_mark, run.identity, token=answer.record.token)
             answer = _ask(run, until, run.store.claim, request)
-    except errors.STORE_ERRORS as error:
-        return error
+    except BaseException as error:
+        opened = vars(run).get("store") is not None
+        if opened and not isinstance(error, errors.StoreMisconfigured):
+            # The store may carry out the claim later, and would hold the key for a lease while nobody runs.
+            back = partial(run.store.take_back, run.identity, attempt=request.attempt)
+            heartbeat.undo_later(partial(back, requeue_ms=policy.lease_ms))
+        if isinstance(error, errors.STORE_ERRORS):
+            return error
+        raise
     return answer
 
 
@@ -490,7 +498,7 @@ def _is_final(run: Run, error: BaseException) -> bool:
 
 
 def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None) -> bool:
-    """Give the key back, or leave it to the lease if the store is away; ``False``: there was nothing to release.
+    """Give the key back, later if the store is away; ``False``: there was nothing to release.
 
     ``requeue_ms``: the call comes again within this time, or a sweep sends the record's message. Where ``error`` ends
     the process there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
@@ -499,12 +507,22 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
     run.phase = RELEASED
     ends_process = error is not None and not isinstance(error, Exception)
     until = 0.0 if ends_process else time.monotonic() + RELEASE_SECONDS
+    free = partial(run.store.release, run.identity, token=run.token, requeue_ms=requeue_ms)
     try:
-        free = run.store.release
-        released = _ask(run, until, free, run.identity, token=run.token, requeue_ms=requeue_ms)
+        released = _ask(run, until, free)
+        if not (released or ends_process or isinstance(error, errors.LeaseLost)):
+            # Released by a try whose answer was lost, unless a crash or an operator gave the key to another.
+            found = run.store.get(run.identity)
+            released = not (
+                found is not None
+                and found.token != run.token
+                and (found.crashes > run.crashes or found.note)
+            )
     except Exception as trouble:  # noqa: BLE001  of the store
-        line = "idempotency: could not release %s, its lease will end it: %s"
+        line = "idempotency: could not release %s yet, its lease ends it at the latest: %s"
         logger.warning(line, run.identity, trouble)
+        if not ends_process:
+            heartbeat.undo_later(free)
         return True
     else:
         if released:

@@ -143,6 +143,16 @@ class Store(ABC):
         args = VerbArguments({"note": note}, token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, args)
 
+    def take_back(
+        self, identity: Identity, *, attempt: bytes, requeue_ms: int | None = None
+    ) -> bool:
+        """Undo the claim of this attempt, which was not answered and did not run; ``False`` if there is none.
+
+        As after :meth:`release`, but with crashes or steps of earlier runs it becomes INTERRUPTED.
+        """
+        args = VerbArguments(attempt=attempt, delay_ms=requeue_ms)
+        return self._ask("take_back", identity, args)
+
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Make the PROCESSING record with this token, whose owner crashed, INTERRUPTED; return it."""
         args = VerbArguments(token=token)

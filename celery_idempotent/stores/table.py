@@ -22,7 +22,7 @@ from celery_idempotent import records
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 Verb = Literal[
-    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered",
+    "claim", "reserve", "renew", "settle", "release", "take_back", "interrupt", "checkpoint", "mark_delivered",
     "requeue", "sweep", "forget",
 ]  # fmt: skip
 
@@ -139,6 +139,13 @@ TABLE: tuple[Rule, ...] = (
     Rule("release", LEASED, "has steps", "interrupted", INTERRUPTED, RUN),
     Rule("release", LEASED, "", "released", "deleted"),
 
+    # A claim that was given up without an answer: it did not run.
+    Rule("take_back", (None, QUEUED, INTERRUPTED, *ENDS), "", "lost"),
+    Rule("take_back", (PROCESSING,), "another attempt", "lost"),
+    Rule("take_back", (PROCESSING,), "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
+    Rule("take_back", (PROCESSING,), "was claimed before", "interrupted", INTERRUPTED, RUN),
+    Rule("take_back", (PROCESSING,), "", "released", "deleted"),
+
     *_lost("interrupt", QUEUED, INTERRUPTED, *ENDS),
     Rule("interrupt", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
 
@@ -254,6 +261,8 @@ _CONDITIONS: dict[str, Condition] = {
     "another token": lambda s, a, _: a.token not in (None, s.record.token),
     "another state": lambda s, a, _: a.state not in (None, s.record.state),
     "the same attempt": lambda s, a, _: s.attempt == a.attempt,
+    "another attempt": lambda s, a, _: s.attempt != a.attempt,
+    "was claimed before": lambda s, *_: s.record.attempts > 1,
     "the same task id": lambda s, a, _: s.record.task_id == a.fields["task_id"],
     "with a message": lambda _, a, __: a.fields["message"] is not None,
     # At that millisecond it is over.

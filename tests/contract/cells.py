@@ -45,6 +45,7 @@ class Scene:
     """What is there, and what is asked for: at first, what makes as few conditions true as can be."""
 
     # The record.
+    is_first: bool = False  # of its key
     late: bool = False  # past the lease, or the deadline
     steps: bool = True
     stored_message: bytes | None = MESSAGE
@@ -71,6 +72,8 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "another token": ({"token": 1}, {}),
     "another state": ({"another_state": True}, {}),
     "the same attempt": ({"attempt": MINE, "taken_over": True}, {}),
+    "another attempt": ({}, {"attempt": MINE}),
+    "was claimed before": ({}, {"is_first": True}),
     "the same task id, with a message": ({"task_id": TASK_ID, "message": b"brought"}, {}),
     "the same task id": ({"task_id": TASK_ID}, {}),
     "before its deadline": ({}, {"late": True}),
@@ -170,8 +173,9 @@ class CellContract(ContractBase):
         self, store: Store, advance: Advance, scene: Scene, found: State | None
     ) -> tuple[Record, int]:
         """Bring the key into a state, with a past; return the claim, and how long the record lives."""
-        self.reserve(store)
-        assert store.interrupt(KEY, token=self.claim(store).token)
+        if not scene.is_first:
+            self.reserve(store)
+            assert store.interrupt(KEY, token=self.claim(store).token)
         requeued = scene.swept and found is State.QUEUED
         claim = self.claim(
             store,
@@ -287,6 +291,10 @@ class CellContract(ContractBase):
         requeue_ms = self.delay_ms if scene.retry else None
         done = store.release(KEY, token=token, requeue_ms=requeue_ms, note=scene.note)
         return done, {"note": scene.note}
+
+    def _take_back(self, store: Store, scene: Scene, _: Record) -> tuple[bool, Fields]:
+        requeue_ms = self.delay_ms if scene.retry else None
+        return store.take_back(KEY, attempt=scene.attempt, requeue_ms=requeue_ms), {}
 
     def _interrupt(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         found = store.interrupt(KEY, token=record.token + (scene.token or 0))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -200,19 +203,59 @@ def test_flushed_while_the_task_runs_the_settle_is_accepted(
     stage.ran_once("k", result)
 
 
-def test_a_claim_that_nobody_heard_of_ends_with_its_lease_and_counts_a_crash(
-    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]
+def warm_up(stage: Stage, children: int) -> None:
+    """Have each child connect: a new connection to a frozen server would not get as far as the claim."""
+    warm = [stage.send("work", f"warm {n}", "", "warm") for n in range(children)]
+    for n in range(children):
+        stage.started(f"warm {n}")
+    stage.open("warm")
+    for result in warm:
+        stage.succeeds(result)
+
+
+@pytest.mark.parametrize("how", ["frozen", "cut"])
+def test_claims_without_an_answer_cost_neither_a_lease_nor_a_crash(
+    set_stage: SetStage,
+    private_redis: EmbeddedRedis,
+    redis_proxy: Proxy,
+    digests: dict[str, bytes],
+    how: str,
 ):
-    """The server is slower than its client waits, each time: the claim is made, and given up."""
-    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1", idempotency_lease=8)
-    stage.worker()
-    redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
-    result = stage.send("work", "k")
-    wait_for(lambda: stage.told("store_failed", "k") >= 2, 60, "claims that were given up")
-    assert stage.record("k").state is State.PROCESSING
+    """Frozen, the store carries the claims out when it thaws; cut, at once."""
+    url = private_redis.url() if how == "frozen" else redis_proxy.url()
+    stage = set_stage(store=f"{url}?socket_timeout=1", idempotency_on_stale="fail")
+    stage.worker(concurrency=3)
+    warm_up(stage, 3)
+    if how == "frozen":
+        private_redis.freeze()
+    else:
+        redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
+    sent = {key: stage.send("work", key) for key in ("a", "b", "c")}
+    for key in sent:
+        wait_for(partial(stage.told, "store_failed", key), 30, "a claim that is given up")
+    private_redis.thaw()
     redis_proxy.heal()
+    for key, result in sent.items():
+        stage.ran_once(key, result)
+        assert stage.record(key).crashes == 0
+
+
+def test_a_process_that_ends_takes_back_its_claim_without_an_answer(
+    set_stage: SetStage, private_redis: EmbeddedRedis
+):
+    stage = set_stage(store=f"{private_redis.url()}?socket_timeout=1")
+    worker = stage.worker(concurrency=1)
+    (child,) = worker.children()
+    warm_up(stage, 1)
+    private_redis.freeze()
+    result = stage.send("work", "k")
+    wait_for(lambda: active(stage) == {result.id}, what="the task to be accepted")
+    time.sleep(0.3)  # the claim is on its way: nothing tells
+    os.kill(child, signal.SIGTERM)
+    time.sleep(2)  # longer than its last try
+    private_redis.thaw()
     stage.ran_once("k", result)
-    assert stage.record("k").crashes == 1
+    assert stage.record("k").crashes == 0
 
 
 def test_a_wrong_password_runs_nothing_loses_nothing_and_is_not_logged(

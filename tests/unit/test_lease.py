@@ -372,3 +372,30 @@ class TestFork:
             stop.set()
             for thread in threads:
                 thread.join()
+
+
+def test_an_undo_is_called_until_it_is_answered_and_again_for_a_late_command(
+    heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_idempotent.protocol.lease._LATE", 1.0)
+    answers: list[Exception | None] = [StoreUnavailable("away"), None, None]
+
+    def undo() -> None:
+        if answers and (error := answers.pop(0)):
+            raise error
+
+    heartbeat.undo_later(undo)
+    heartbeat.finish()
+    assert not answers
+    wait_for(lambda: not heartbeat._given_up, what="the last look")
+
+
+def test_an_undo_that_cannot_help_is_dropped(
+    heartbeat: Heartbeat, caplog: pytest.LogCaptureFixture
+) -> None:
+    def undo() -> None:
+        raise StoreMisconfigured("no rights")
+
+    heartbeat.undo_later(undo)
+    wait_for(lambda: not heartbeat._given_up, what="the end of it")
+    assert "is left alone: no rights" in caplog.text

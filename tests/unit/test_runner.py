@@ -452,6 +452,45 @@ class TestStoreFailures:
         assert execute(lambda: current_claim().crashes) == Ran(0)
         assert memory.get(IDENTITY).attempts == 1
 
+    def test_a_release_whose_answer_was_lost_swallows_no_exception(
+        self, execute, store, memory, events
+    ):
+        """The next run of the key claims before the release is asked for again."""
+        store.fail("release", StoreUnavailable, when="after")
+        ask = store.__getattr__("release")
+
+        def release(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return ask(*args, **kwargs)
+            finally:
+                if memory.get(IDENTITY) is None:
+                    claim(memory)
+
+        store.release = release
+        with pytest.raises(ValueError, match="declined"):
+            execute(raising(ValueError("declined")))
+        assert events.names == ["claimed", "released"]
+
+    def test_a_claim_that_was_given_up_is_taken_back_when_the_store_answers(
+        self, execute, store, memory, fake_time, monkeypatch
+    ):
+        heartbeat = lease.Heartbeat()
+        monkeypatch.setattr(heartbeat, "start", lambda: None)
+        monkeypatch.setattr(protocol, "heartbeat", heartbeat)
+        store.fail("claim", *[StoreUnavailable] * 20, when="after")
+        store.fail("take_back", StoreUnavailable)
+        assert isinstance(execute(never), StoreFailed)
+        assert memory.get(IDENTITY).state is State.PROCESSING
+        (given_up,) = heartbeat._given_up
+        while memory.get(IDENTITY) is not None:
+            given_up.due = 0.0
+            heartbeat._undo_due()
+        # The command may be late: the key is looked at again, as long as another claim does not have it.
+        theirs = claim(memory)
+        given_up.due = 0.0
+        heartbeat._undo_due()
+        assert memory.get(IDENTITY) == theirs
+
     def test_a_settle_is_repeated_for_at_least_a_lease(
         self, execute, store, memory, events, fake_time, caplog
     ):
