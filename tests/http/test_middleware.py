@@ -21,6 +21,8 @@ from celery_idempotent.wsgi import IdempotencyMiddleware as OfWSGI
 from tests.http.callers import KINDS, Answer, AsgiClient, Call, WsgiClient, open_client
 from tests.http.sites import new_key
 from tests.stores.hybrids import CountingLink
+from tests.support.servers import EmbeddedRedis
+from tests.support.waiting import wait_for
 
 JSON = [("Content-Type", "application/json")]
 
@@ -112,6 +114,20 @@ def test_a_status_that_no_standard_names_is_repeated(client: Any, shop: Shop) ->
         (299, False),
         (299, True),
     ]
+
+
+def test_a_claim_that_the_frozen_store_executes_late_holds_its_key_for_a_moment(
+    kind: str, shop: Shop, private_redis: EmbeddedRedis
+) -> None:
+    store = open_store(f"{private_redis.url()}?socket_timeout=1")
+    client = open_client(kind, shop, store=store)
+    assert client.ask(new_key()).status == 201  # a new connection would not get as far as the claim
+    key = new_key()
+    private_redis.freeze()
+    assert client.ask(key).code == (503, "store_unavailable")
+    private_redis.thaw()
+    done = wait_for(lambda: (a := client.ask(key)).status != 409 and a, 10, "the key to be free")
+    assert (done.status, done.replayed, len(shop.runs)) == (201, False, 2)
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
