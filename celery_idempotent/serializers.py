@@ -42,19 +42,21 @@ class Serializer:
         InvalidOption: if its format is not installed or not accepted: no duplicate could read a result.
     """
 
-    def __init__(self, name: str = "json", accept: Iterable[str] = ("json",)) -> None:
+    def __init__(
+        self, name: str = "json", accept: Iterable[str] = ("json",), *, what: str = "serializer"
+    ) -> None:
         self.name = name
         self.accept = tuple(accept)
         if not installed(name):
             raise InvalidOption(
-                f"idempotency_serializer {name!r} is not installed: install its package, or choose another."
+                f"{what}: {name!r} is not installed. Install its package, or choose another."
             )
         self._is_kombus_json = is_kombus_json()
         self._is_plain_json = name == "json" and self._is_kombus_json
         self._accepted = {_types.get(each, each) for each in self.accept}
         if _types[name] not in self._accepted:
             raise InvalidOption(
-                f"idempotency_serializer {name!r} writes what this app does not accept (it accepts "
+                f"{what}: {name!r} writes what this app does not accept (it accepts "
                 f"{', '.join(self.accept) or 'nothing'}): add it to result_accept_content or accept_content, or choose "
                 "another."
             )

@@ -36,10 +36,12 @@ class TaskCodec:
         self._app, self._task, self._policy = app, task, policy
         accept = tuple(conf.result_accept_content or conf.accept_content)
         name = policy.serializer or first_accepted(conf.result_serializer, accept)
-        self._serializer = Serializer(name, accept)
+        option = "idempotency_serializer" if policy.serializer else "result_serializer"
+        self._serializer = Serializer(name, accept, what=f"{option} of task {task}")
         #: An app may publish in a format that it does not accept itself.
         accept = tuple(conf.accept_content)
-        self._messages = Serializer(first_accepted(conf.task_serializer, accept), accept)
+        name = first_accepted(conf.task_serializer, accept)
+        self._messages = Serializer(name, accept, what="task_serializer")
 
     def dump_value(self, value: object) -> Stored | None:
         """Serialize a result as the result backend would."""

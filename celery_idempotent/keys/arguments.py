@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Final
 
-from celery_idempotent.errors import InvalidOption
+from celery_idempotent.errors import InvalidKey, InvalidOption
 
 
 class AllArguments(enum.Enum):
@@ -85,18 +85,27 @@ class Parameters:
 class ArgumentRule:
     """Reads a function of the arguments, or values at paths: ``"event.id"``, an item or attribute of ``event``.
 
-    ``single``: the option is one path, not a tuple of paths.
+    ``single``: the option is one path, not a tuple of paths. ``where`` names option and task.
     """
 
     parameters: Parameters
+    where: str
     function: Callable[..., object] | None = None
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
     single: bool = False
 
     def read(self, given: Given) -> object:
-        """Return the value, or the tuple of values; ``None`` if one is missing."""
+        """Return the value, or the tuple of values; ``None`` if one is missing. ``InvalidKey``: a function failed."""
         if self.function is not None:
-            return self.parameters.call(self.function, given)
+            try:
+                return self.parameters.call(self.function, given)
+            except InvalidKey:
+                raise
+            except Exception as error:
+                raise InvalidKey(
+                    f"{self.where}: the function raised {type_name(error)} for the arguments of this call. Correct the "
+                    "function or the call."
+                ) from error
         values = tuple(self.values(given).values())
         if self.single:
             return values[0]
@@ -133,7 +142,7 @@ def compile_rule(
                 raise InvalidOption(f"{where}: the task has no argument {text!r}. It has: {known}.")
             if not has_name:
                 steps.insert(0, parameters.var_keyword)
-        return ArgumentRule(parameters, paths=paths, single=names is not option)
+        return ArgumentRule(parameters, where, paths=paths, single=names is not option)
     if not callable(option):
         raise InvalidOption(
             f"{where} must be the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or "
@@ -148,7 +157,7 @@ def compile_rule(
                 f"{where}: the function gets every argument of the task ({known}), but: {error}. Add **_ for the "
                 "arguments that it does not need."
             ) from None
-    return ArgumentRule(parameters, option)
+    return ArgumentRule(parameters, where, option)
 
 
 def type_name(value: object) -> str:

@@ -18,6 +18,7 @@ import uuid
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -435,6 +436,20 @@ def test_a_function_may_answer_any_key_or_none(answer: Any, key: str):
     assert key_of(charge, ("o-1", 5), key=lambda **_: answer) == key
     with pytest.raises(InvalidKey, match="not float"):
         key_of(charge, ("o-1", 5), key=lambda **_: 1.5)
+
+
+@pytest.mark.parametrize("option", ["key", "scope", "fingerprint"])
+def test_a_function_that_fails_is_named_with_its_task_and_no_value(option: str):
+    options: dict[str, Any] = {"key": "order_id", option: lambda **given: given[SECRET]}
+    said = f"idempotency_{option} of task {TASK}.* KeyError"
+    with pytest.raises(InvalidKey, match=said) as caught:
+        identify(charge, ("o-1", 5), **options)
+    assert SECRET not in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)  # where it failed
+    refused = KeyMissing("no order")
+    with pytest.raises(KeyMissing) as caught:
+        identify(charge, ("o-1", 5), **{**options, option: Mock(side_effect=refused)})
+    assert caught.value is refused
 
 
 @pytest.mark.parametrize("option", ["key", "scope", "fingerprint"])

@@ -161,7 +161,7 @@ class TestValues:
         name = f"idempotency_{option}"
         with pytest.raises(InvalidOption, match=message) as caught:
             set_by(where, name, value)
-        assert name in str(caught.value)
+        assert f"{name} of task shop.charge" in str(caught.value)
 
     def test_an_atomic_task_cannot_run_without_its_store(self):
         with pytest.raises(InvalidOption, match="atomic"):

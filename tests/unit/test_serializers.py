@@ -214,13 +214,13 @@ def test_what_one_serializer_wrote_another_that_accepts_its_type_reads():
 @pytest.mark.parametrize(
     ("name", "accept", "said"),
     [
-        ("jsno", ["json"], "'jsno' is not installed"),
+        ("jsno", ["json"], "^that of task t: 'jsno' is not installed"),
         ("pickle", ["json"], r"'pickle' .* does not accept .*accepts json"),
     ],
 )
 def test_what_the_app_does_not_know_or_accept_is_refused(name: str, accept: list[str], said: str):
     with pytest.raises(InvalidOption, match=said):
-        Serializer(name, accept)
+        Serializer(name, accept, what="that of task t")
 
 
 def test_of_several_formats_the_first_that_the_app_reads_is_taken():
