@@ -28,7 +28,7 @@ from celery_idempotent.celery.delivery import (
 )
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.sweep import install_sweep
-from celery_idempotent.celery.typed import Result, Sig
+from celery_idempotent.celery.typed import Options, Result, Sig
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
@@ -38,6 +38,7 @@ from celery_idempotent.errors import (
 from celery_idempotent.keys import stamp
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.protocol.options import refuse_unknown
 from celery_idempotent.protocol.run import release, run_in_progress, unguarded
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
@@ -128,7 +129,11 @@ class IdempotentTask(DefinedTask):
 
         Raises:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required.
+            InvalidOption: for another option that begins with ``idempotency_``.
         """
+        for name in options:  # not in a function, which every publish would pay for
+            if name[:12] == PREFIX and name not in stamp.CALL_OPTIONS:
+                _refuse_misspelt(self, options)
         definition = self._active or self.idempotency_definition()
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
@@ -150,6 +155,7 @@ class IdempotentTask(DefinedTask):
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Run in this process, by the same protocol; also takes ``idempotency_key`` and ``idempotency_scope``."""
+        _refuse_misspelt(self, options)
         definition = self.idempotency_definition()
         if definition is not None:
             publishing.stamp_call(definition, args, kwargs, options, eager=True)
@@ -278,6 +284,14 @@ class IdempotentTask(DefinedTask):
 
     def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:
         return operate_or_raise(self.app, self._defined().identifier.identity(key, scope), request)
+
+
+def _refuse_misspelt(task: IdempotentTask, options: Options) -> None:
+    """Raise ``InvalidOption`` for an unknown option of a call, unless it is a stamp of Celery's."""
+    names = options.keys() - set(options.get("stamped_headers") or ())
+    given = [name.removeprefix(PREFIX) for name in sorted(names) if name.startswith(PREFIX)]
+    known = [name.removeprefix(PREFIX) for name in stamp.CALL_OPTIONS]
+    refuse_unknown(given, known, where=f"a call of {task.name}", prefix=PREFIX)
 
 
 def _has_identity(sig: AnySignature, definition: Definition, identity: Identity) -> bool:

@@ -18,7 +18,7 @@ from celery_idempotent.keys.arguments import MAPPINGS
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
 #: Headers that a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
-KEY_HEADER, SCOPE_HEADER = "idempotency_key", "idempotency_scope"
+KEY_HEADER, SCOPE_HEADER = CALL_OPTIONS = "idempotency_key", "idempotency_scope"
 
 #: Asks that a final failure is stored as FAILED: a client will ask for the outcome by the key.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from celery_idempotent import (
     IdempotentTask,
     InProgress,
     InvalidKey,
+    InvalidOption,
     KeyMissing,
     ProcessingTimedOut,
     ResultUnavailable,
@@ -160,6 +163,24 @@ class TestStamp:
                 charge.apply_async(("o-1",), idempotency_key=bad)
         with pytest.raises(KeyMissing, match=r"shop\.charge"):
             charge.apply_async((None,))
+        assert published == []
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [("kee", "did you mean idempotency_key?"), ("lease", "known are idempotency_key, ")],
+    )
+    def test_an_option_that_no_call_has_is_refused(self, app, published, charge, wrong, said):
+        option = {f"idempotency_{wrong}": 1}
+        off = ours(app, "off", idempotency_mode="off")(make_app)
+        for call in (
+            partial(charge.apply_async, ("o-1",), **option),
+            charge.s("o-1").set(**option).apply_async,
+            group(charge.s("o-1").set(**option)).apply_async,
+            partial(off.apply_async, **option),
+            partial(charge.apply, ("o-1",), **option),
+        ):
+            with pytest.raises(InvalidOption, match=f"{wrong} of a call .*{re.escape(said)}"):
+                call()
         assert published == []
 
 
@@ -307,10 +328,10 @@ class TestForwardedHeaders:
 class TestCelerysStamps:
     def test_a_stamped_key_is_the_key_and_stays_a_stamp(self, app, store, published, charge, runs):
         sig = charge.s("o-1")
-        sig.stamp(idempotency_key="stamped", other="x")
+        sig.stamp(idempotency_key="stamped", idempotency_other="x")
         sig.apply_async()
         (message,) = published
-        assert message.headers["stamps"].keys() == {"idempotency_key", "other"}
+        assert message.headers["stamps"].keys() == {"idempotency_key", "idempotency_other"}
         deliver(app, message)
         assert record(store, "stamped").state is State.COMPLETED
         assert record(store, "o-1") is None
