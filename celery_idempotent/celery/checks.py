@@ -17,6 +17,7 @@ from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.protocol.atomic import transactional
 from celery_idempotent.records import Identity
+from celery_idempotent.settings import PREFIX
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ W025 SQLite cannot end a frozen worker's transaction, and nobody else writes unt
      Keep the database of atomic tasks in PostgreSQL, MariaDB or MySQL.
 W026 Atomic tasks are committed in {store!r}, and Django writes every model to another database: {tasks}.
      Set idempotency_store to the database of their models, or route those to it by DATABASE_ROUTERS.
+W027 These tasks have idempotency options, which do nothing, because IdempotentTask is not their base: {tasks}.
+     Set base=IdempotentTask on each, or task_cls="celery_idempotent:IdempotentTask" on the app.
 """
 
 #: The oldest releases that have the commands that the store uses.
@@ -82,8 +85,10 @@ def check(app: AnyCelery) -> list[Finding]:
 def check_settings(app: AnyCelery) -> list[Finding]:
     """Return the findings about the app and its settings, without asking a server; import its tasks."""
     store, tasks, errors = _open(app)
+    plain = [t for _, t in sorted(app.tasks.items()) if not hasattr(t, "idempotency_definition")]
+    unguarded = [t for t in plain if any(name.startswith(PREFIX) for name in dir(t))]
     if store is None:
-        return errors
+        return [*errors, *_findings({"W027": unguarded})]
     broker = redelivery_timeout(app)
     beats: Iterable[Any] = (app.conf.beat_schedule or {}).values()
     swept = [each["task"] if isinstance(each, dict) else each.task for each in beats]
@@ -97,6 +102,7 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         "W005": type(store).__name__ == "MemoryStore",
         "W023": _find_broadcast(app, tasks),
         "W024": [each for each in tasks if has_tenants and each.keyed and not each.scoped],
+        "W027": unguarded,
         **dict.fromkeys(store.atomic_findings() if atomic else (), atomic),
     }
     return _findings(found, broker=broker, store=store)

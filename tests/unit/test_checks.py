@@ -124,6 +124,18 @@ def test_early_acknowledgement_of_what_is_only_observed_is_as_it_was() -> None:
     assert "shop.charge" not in found.problem
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_options_of_a_task_with_another_base_are_found(alone: bool) -> None:
+    app = Celery("plain", set_as_current=False, broker="amqp://") if alone else app_with()
+    define: Any = app.task
+    define(name="plain", shared=False)(_nothing)
+    assert "W027" not in ids(check_settings(app))
+    define(name="unguarded", idempotency_lease=5, shared=False)(_nothing)
+    (found,) = check_settings(app)
+    assert ids([found]) == ["W027"]
+    assert found.problem.endswith(": unguarded.")
+
+
 def test_a_missing_sweep_is_found_unless_the_schedule_has_one_of_its_own() -> None:
     assert ids(check_settings(app_with(idempotency_sweep_interval=None))) == ["W003"]
     own = {"sweep": {"task": SWEEP, "schedule": 60}}
