@@ -174,6 +174,7 @@ class Delivery(republish.DeliveredRun):
         Celery then sends the callbacks of this message, unless it settled the record itself and they were sent.
         """
         request, own, sends = self.request, record.task_id == self.request.id, self.has_callbacks
+        request.idempotency_replayed = True
         if own and record.delivered:
             request.callbacks = request.errbacks = request.chain = request.chord = None
             sends = False
@@ -237,6 +238,7 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
         body = partial(_call_with_copies, call, run)
     try:
         while True:
+            run.request.idempotency_replayed = False  # for hooks and receivers; replay() sets it
             try:
                 return execute(run, body)
             except republish.NotRepublishedError:  # noqa: PERF203  after a pause; what ran is recorded

@@ -1,4 +1,4 @@
-"""What the library adds to messages, and to whose."""
+"""What the library adds to messages, and to whose; what it tells Celery's hooks and signals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from celery import Celery, Task, chain, chord
 from celery.canvas import Signature
-from celery.signals import before_task_publish
+from celery.signals import before_task_publish, task_postrun, task_success
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.keys.stamp import RUN, read_stamp
+from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.workers import child_environment
 
 
@@ -169,3 +170,39 @@ def test_only_an_app_with_idempotent_tasks_is_touched():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("eager", [False, True])
+def test_hooks_and_receivers_of_a_duplicate_can_tell_it_from_a_run(app, eager, fails):
+    told: dict[str, list[Any]] = {}
+
+    def tell(name: str, task: Any) -> None:
+        told.setdefault(name, []).append(task.request.get("idempotency_replayed"))
+
+    def hook(name: str) -> Any:
+        return lambda self, *_: tell(name, self)
+
+    names = ("before_start", "on_success", "on_failure", "after_return")
+    base = type("Hooked", (IdempotentTask,), {name: hook(name) for name in names})
+
+    @app.task(base=base, idempotency_key="n", idempotency_permanent_errors=KeyError, shared=False)
+    def hooked(n: int) -> int:
+        return {False: n}[fails]
+
+    receivers = {
+        signal: lambda sender, signal=signal, **_: tell(signal.name, sender)
+        for signal in (task_postrun, task_success)
+    }
+    for signal, receiver in receivers.items():
+        signal.connect(receiver)
+    for _ in range(2):
+        if eager:
+            hooked.apply((1,))
+        else:
+            deliver_message(hooked, message_of(hooked, (1,), {}))
+    for signal, receiver in receivers.items():
+        signal.disconnect(receiver)
+    assert told.pop("before_start") == [None, None]
+    ended = {"on_failure"} if fails else {"on_success", "task_success"}
+    assert told == dict.fromkeys({"after_return", "task_postrun"} | ended, [False, True])
