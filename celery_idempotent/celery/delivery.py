@@ -241,7 +241,7 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
             run.request.idempotency_replayed = False  # for hooks and receivers; replay() sets it
             try:
                 return execute(run, body)
-            except republish.NotRepublishedError:  # noqa: PERF203  after a pause; what ran is recorded
+            except republish.NotRepublishedError:  # after a pause; what ran is recorded
                 continue
     finally:
         # They refer to each other, and would wait for the garbage collector.

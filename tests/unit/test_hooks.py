@@ -205,4 +205,4 @@ def test_hooks_and_receivers_of_a_duplicate_can_tell_it_from_a_run(app, eager, f
         signal.disconnect(receiver)
     assert told.pop("before_start") == [None, None]
     ended = {"on_failure"} if fails else {"on_success", "task_success"}
-    assert told == dict.fromkeys({"after_return", "task_postrun"} | ended, [False, True])
+    assert told == {name: [False, True] for name in {"after_return", "task_postrun"} | ended}
