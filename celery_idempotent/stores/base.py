@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from abc import ABC, abstractmethod
@@ -117,12 +116,7 @@ class Store(ABC):
 
     def reserve(self, request: records.ReserveRequest) -> records.Reservation:
         """Take the key for a message that is to be published under the task id of the record in the answer."""
-        # Identifies the sender also where the record has another's task id.
-        size = records.ATTEMPT_BYTES
-        attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
-        fields, delay_ms = {**table.fields_from(request), "reserved": True}, request.deadline_ms
-        args = VerbArguments(fields, attempt, delay_ms=delay_ms, keep_ms=request.keep_ms)
-        answer = self._take_key("reserve", request.identity, args)
+        answer = self._take_key("reserve", request.identity, table.reserve_arguments(request))
         return records.Reserved(answer) if isinstance(answer, Record) else answer
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:

@@ -15,8 +15,14 @@ from typing import Any
 from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.stores.table import StoredRecord
 
-#: The letter that is stored for each state.
-LETTERS = {state: state.name[0] for state in State}
+#: The letter that is stored for each state, for ever; databases have a letter more, django/sql/rows.py.
+LETTERS = {
+    State.QUEUED: "Q",
+    State.PROCESSING: "P",
+    State.INTERRUPTED: "I",
+    State.COMPLETED: "C",
+    State.FAILED: "F",
+}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
 _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}

@@ -12,6 +12,7 @@ If another client writes between the look and the write, the store begins the ve
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -219,6 +220,15 @@ def claim_arguments(request: records.ClaimRequest) -> VerbArguments:
     return VerbArguments(fields_from(request), request.attempt, request.lease_ms, request.keep_ms)
 
 
+def reserve_arguments(request: records.ReserveRequest) -> VerbArguments:
+    """Return the arguments of a reservation."""
+    # Identifies the sender also where the record has another's task id.
+    size = records.ATTEMPT_BYTES
+    attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
+    fields = {**fields_from(request), "reserved": True}
+    return VerbArguments(fields, attempt, request.deadline_ms, request.keep_ms)
+
+
 def settle_arguments(request: SettleRequest) -> VerbArguments:
     """Return the arguments of a settle."""
     return VerbArguments(
@@ -241,12 +251,12 @@ def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
 
 #: The requests whose fields a record takes, if it has some of the same name.
 Request = records.ClaimRequest | records.ReserveRequest | SettleRequest
-_SHARED = {request: _shared(request) for request in get_args(Request)}
+SHARED = {request: _shared(request) for request in get_args(Request)}
 
 
 def fields_from(request: Request) -> Fields:
     """Return the fields that a request brings for the record."""
-    names, read = _SHARED[type(request)]
+    names, read = SHARED[type(request)]
     return dict(zip(names, read(request)))  # noqa: B905  strict takes time
 
 

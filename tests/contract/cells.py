@@ -18,9 +18,18 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.records import (
+    ClaimRequest,
+    Identity,
+    Record,
+    ReserveRequest,
+    SettleRequest,
+    State,
+    Stored,
+)
+from celery_idempotent.stores import table
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.table import TABLE, Fields, Rule
+from celery_idempotent.stores.table import TABLE, Fields, Rule, StoredRecord, Verb
 from tests.contract.base import (
     END_STATE_BY_NAME,
     FINGERPRINT,
@@ -90,6 +99,20 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "has this step": ({"step": "pay"}, {}),
     "has no message": ({"stored_message": None}, {}),
     "requeue if stale, has a message": ({"on_stale": "requeue"}, {}),
+}
+#: Of each field of a record that a request brings, a value that no other test has.
+UNUSUAL: Fields = {
+    "fingerprint": OTHER_FINGERPRINT,
+    "task_id": "no UUID, and 漢",
+    "worker": "web-9:1/漢",
+    "on_stale": "requeue",
+    "message": b"\0\xff\n",
+    "uncommitted": True,
+    "state": State.FAILED,
+    "value": ENDING,
+    "replaced": True,
+    "swept": True,
+    "note": NOTE,
 }
 EMPTY = {
     field.name: None if field.default is dataclasses.MISSING else field.default
@@ -163,6 +186,46 @@ class CellContract(ContractBase):
             assert store.get(KEY) is not None
             advance(self.keep_ms / 2 + 1)
             assert store.get(KEY) is None
+
+    @pytest.mark.parametrize("kind", table.SHARED)
+    def test_no_field_of_a_request_is_lost(self, store: Store, kind: type[table.Request]) -> None:
+        """Each field alone, as some lead away from a verb's fast path, then all together."""
+        names = [name for name in table.SHARED[kind][0] if name != "identity"]
+        for some in (*([name] for name in names), names):
+            key = dataclasses.replace(KEY, key=" ".join(some))
+            request = self._usual(store, kind, key)
+            for name in some:
+                setattr(request, name, UNUSUAL[name])
+            verb: Verb
+            before, returned = None, None
+            match request:
+                case ClaimRequest():
+                    verb, args = "claim", table.claim_arguments(request)
+                    returned = store.claim(request).record
+                case ReserveRequest():
+                    verb, args = "reserve", table.reserve_arguments(request)
+                    returned = store.reserve(request).record
+                case _:
+                    verb, args = "settle", table.settle_arguments(request)
+                    before = StoredRecord(request.record, 0)
+                    assert store.settle(request)
+            found = self.found(store, key)
+            rule = table.decide(verb, before, args, found.updated_ms)
+            assert found == table.after(rule, before, args, found.updated_ms, found.token).record
+            assert returned in (None, found)
+
+    def _usual(self, store: Store, kind: type[table.Request], key: Identity) -> table.Request:
+        times: Fields = {"deadline_ms": self.lease_ms, "keep_ms": self.keep_ms}
+        if kind is ClaimRequest:
+            return ClaimRequest(key, MINE, self.lease_ms, self.keep_ms)
+        if kind is ReserveRequest:
+            return ReserveRequest(identity=key, task_id=TASK_ID, **times)
+        # The settle keeps some of the claim, and of what was before it.
+        token = self.claim(store, key).token
+        assert store.checkpoint(key, token=token, name="pay", value=VALUE)
+        assert store.release(key, token=token, note=NOTE)
+        claim = self.claim(store, key, task_id=UNUSUAL["task_id"])
+        return SettleRequest(claim, State.COMPLETED, VALUE, self.keep_ms)
 
     @property
     def delay_ms(self) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from celery_idempotent.celery.story import iso
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.stores.fields import LETTERS
 from celery_idempotent.stores.redis.format import HEAD, pack, unpack
 from celery_idempotent.stores.table import StoredRecord
 
@@ -107,6 +108,12 @@ COMPLETED = Record(
 
 def test_a_result_of_100_bytes_takes_84_more():
     assert len(packed(COMPLETED)) == 184
+
+
+def test_each_state_has_a_letter_that_no_other_has():
+    """A database marks a key that was given back with R."""
+    assert LETTERS.keys() == set(State)
+    assert len({*LETTERS.values(), "R"}) == len(State) + 1
 
 
 def test_counts_stay_where_they_end():

@@ -13,7 +13,7 @@ The bucket number in braces is the Cluster hash tag: every name that a script to
 
 A record is a head of 83 bytes that scripts read, a line of JSON, then the value. Numbers are big-endian::
 
-    1      first letter of the state ·  2 version of this format ·  3 token
+    1      letter of the state ·  2 version of this format ·  3 token
     11     created, ms ·  19 crashes ·  21 attempts, both up to 65,535
     23     updated, ms ·  31 deadline, ms, 0 for none
     39     flags: 1 a release has to ask the table, 2 there is a value, 4 a fingerprint
@@ -91,7 +91,7 @@ def _unescape(part: str) -> str:
 
 
 #: The head of a record. Scripts know its front, and append the tail.
-_FRONT, _TAIL, HEAD = map(Struct, (">2sQQHHQQ", ">B4s8s16s16s", ">2sQQHHQQB4s8s16s16s"))
+FRONT, _TAIL, HEAD = map(Struct, (">2sQQHHQQ", ">B4s8s16s16s", ">2sQQHHQQB4s8s16s16s"))
 _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
 _VERSION = b"\xa2"
 #: The first bytes of each state's records.
@@ -152,7 +152,7 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     start = STARTS[record.state], record.token, record.created_ms
     fields, long = _CODEC.fields_of(stored), (record.value, record.message, record.steps)
     known = fields, record.task_id, record.fingerprint, *long
-    return _FRONT.pack(*start, *counts, *times) + pack_tail(*known, attempt=attempt, write=write)
+    return FRONT.pack(*start, *counts, *times) + pack_tail(*known, attempt=attempt, write=write)
 
 
 def unpack(
