@@ -265,12 +265,16 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Selects the records that match all values; an empty set allows any, times are those of the last change."""
+    """Selects the records that match all values; an empty set allows any, times are those of the last change.
+
+    ``live``: QUEUED or PROCESSING, before the deadline; ``stale``: PROCESSING, after it.
+    """
 
     states: frozenset[State] = frozenset()
     namespace: str | None = None
     scopes: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
+    live: bool = False
     stale: bool = False
     since_ms: int | None = None
     before_ms: int | None = None
@@ -280,6 +284,8 @@ class Selection:
         """The states that a record may be in."""
         if self.stale:
             return frozenset({State.PROCESSING})
+        if self.live:
+            return frozenset({State.QUEUED, State.PROCESSING})
         return self.states or frozenset(State)
 
     @property
@@ -301,6 +307,7 @@ class Selection:
             record.state in self.wanted
             and self.names(record.identity)
             and (not self.stale or record.stale(now_ms))
+            and (not self.live or (record.deadline_ms or 0) > now_ms)
             and (self.since_ms is None or record.updated_ms >= self.since_ms)
             and (self.before_ms is None or record.updated_ms < self.before_ms)
         )

@@ -30,13 +30,8 @@ if TYPE_CHECKING:
 
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
-#: States by their names in the CLI and the admin; ``stale``: only those whose lease ran out.
-STATES: Mapping[str, frozenset[State]] = {
-    "any": frozenset(),
-    "live": frozenset({State.QUEUED, State.PROCESSING}),
-    "stale": frozenset({State.PROCESSING}),
-    **{state.value: frozenset({state}) for state in State},
-}
+#: The names of states in the CLI; the admin has them but for the first.
+STATES = ("any", "live", "stale", *State.__members__)
 
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
@@ -78,7 +73,9 @@ def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str
     ]
     if found := read_whole(store, every):
         return found
-    indexed = replace(selection, keys=frozenset(), states=UNFINISHED_AND_FAILED, stale=False)
+    indexed = replace(
+        selection, keys=frozenset(), states=UNFINISHED_AND_FAILED, live=False, stale=False
+    )
     page = look(store, indexed, limit=LOOK_AT, task_id=text, enough=1, seconds=FIND_SECONDS)
     return read_whole(store, [each.identity for each in page.records])
 
@@ -106,7 +103,8 @@ def select(
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
     tasks = {each.name: each.identifier.namespace for each in definitions(app, load=True)}
     return Selection(
-        states=STATES.get(state, frozenset()),
+        states=frozenset({State[state]} if state in State.__members__ else ()),
+        live=state == "live",
         stale=state == "stale",
         namespace=tasks.get(task, task) or None,
         scopes=frozenset(scopes_of(scope) if scope else ()),

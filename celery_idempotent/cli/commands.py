@@ -73,7 +73,7 @@ _MANY = [
     Option(["--key"], metavar="KEY", help="Only this key, in every scope."),
     Option(
         ["--state"],
-        type=click.Choice(list(finding.STATES), case_sensitive=False),
+        type=click.Choice(finding.STATES, case_sensitive=False),
         help="Only this state. Default: any with --key or --scope, else all but COMPLETED.",
     ),
     Option(["--since"], type=_milliseconds, metavar="TIME", help="Changed within 10m, 2h, 1d."),

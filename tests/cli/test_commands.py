@@ -100,7 +100,7 @@ ALL_BUT_COMPLETED = {"running", "stale", "crashed", "declined", "queued", "of ac
         ("--state any", ALL_BUT_COMPLETED | {"done", "paid by acme"}),
         ("--state completed", {"done", "paid by acme"}),
         ("--state stale", {"stale"}),
-        ("--state live", {"running", "stale", "queued"}),
+        ("--state live", {"running", "queued"}),
         ("--state INTERRUPTED", {"crashed"}),
         ("--scope acme", {"of acme", "paid by acme"}),
         ("--key declined", {"declined"}),

@@ -13,6 +13,7 @@ from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import LinkProxy
 from tests.stores.verbs import claim, in_one_bucket, settle
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -83,6 +84,21 @@ def test_what_an_index_still_names_and_is_gone_is_passed_over(redis_store, redis
     redis_client.delete(redis_store._keys.of_record(gone)[0])
     assert all_keys(redis_store, PROCESSING) == [there.key]
     assert redis_store.list(PROCESSING).looked_at == 2
+
+
+def test_a_stale_record_is_found_beside_more_live_ones_than_a_page_looks_at(redis_store):
+    """From the latest deadline down it would come last, and the alert on stale claims would stay silent."""
+    stale = [Identity(namespace="charge", key=f"stale {n}") for n in range(3)]
+    for identity in stale:
+        claim(redis_store, identity, lease_ms=1)
+    for n in range(600):
+        claim(redis_store, Identity(namespace="charge", key=f"{n}"))
+    wait_for(lambda: redis_store.stats().stale == 3, what="the end of the leases")
+    page = redis_store.list(Selection(stale=True), limit=500, look_at=500)
+    assert sorted(each.identity.key for each in page.records) == [each.key for each in stale]
+    assert (page.looked_at, page.cursor) == (3, "")
+    found = all_keys(redis_store, Selection(stale=True), limit=1)
+    assert sorted(found) == [each.key for each in stale]
 
 
 def test_a_large_result_does_not_travel(redis_store):

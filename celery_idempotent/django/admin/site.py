@@ -433,13 +433,7 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     if chosen["key"] and not chosen["cursor"]:
         records += finding.find(store, chosen["key"], selection, namespaces[:_ASKED])
     others = replace(selection, keys=frozenset())  # a task id is no key
-    over = page.now_ms if chosen["state"] == "live" else -1  # no store looks for live records alone
-    kept = {
-        each.identity: each
-        for each in records
-        if others.includes(each, page.now_ms)
-        and (each.deadline_ms is None or each.deadline_ms > over)
-    }
+    kept = {each.identity: each for each in records if others.includes(each, page.now_ms)}
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
     return replace(page, records=tuple(newest))
 

@@ -381,12 +381,15 @@ class Search:
     looked_at: int = 0
 
     def walk(self, cursor: str, look_at: int) -> records.Page:
-        """Merge the indexes of all buckets, highest scores first; the cursor is a score, and how many had it."""
+        """Merge the indexes of all buckets, in the order of scores; the cursor is a score, and how many had it.
+
+        The highest come first; of stale records the lowest, for live ones may be many.
+        """
         states = self.selection.wanted
         kinds = [index for state, index in _LISTED.items() if state in states]
         if not states <= _LISTED.keys():
             kinds.append(layout.LEASES)
-        kind = b"".join(kinds).decode()
+        kind = b"".join(kinds).decode() + "!stale" * self.selection.stale
         score, same = base.read_cursor(cursor, kind, 2)
         entries = itertools.islice(self._entries(kinds, score), same, None)
         while self.looked_at < look_at and len(self.found) < self.limit:
@@ -431,11 +434,13 @@ class Search:
             number += not at
         return self._page("s", number, at) if number < len(nodes) else self._page()
 
-    def _entries(self, kinds: Sequence[bytes], highest: int) -> Iterator[tuple[int, bytes]]:
-        """Yield scores and names of all indexes, downwards from a score (0: from the highest)."""
+    def _entries(self, kinds: Sequence[bytes], first_score: int) -> Iterator[tuple[int, bytes]]:
+        """Yield scores and names of all indexes from a score on (0: from the first); stale ones upwards until now."""
         indexes = [index for kind in kinds for index in self.keys.index(kind)]
-        start = b"%d" % highest if highest else b"+inf"
-        how = start, b"-inf", b"BYSCORE", b"REV", b"WITHSCORES", b"LIMIT"
+        start, now, is_stale = b"%d" % first_score, b"%d" % self.now_ms, self.selection.stale
+        downwards = start if first_score else b"+inf", b"-inf", b"BYSCORE", b"REV"
+        order = (start, now, b"BYSCORE") if is_stale else downwards
+        how = *order, b"WITHSCORES", b"LIMIT"
         # Of the newest of all, each index has few.
         is_all = self.selection == Selection(states=self.selection.states)
         first = self.limit // 64 + 4 if is_all else _FIRST_NAMES
@@ -457,7 +462,8 @@ class Search:
                 (answer,) = ask([index], at, size)
 
         answers = zip(indexes, ask(indexes, 0, first), strict=True)
-        return heapq.merge(*(entries(*each) for each in answers if each[1]), key=lambda e: -e[0])
+        merged = (entries(*each) for each in answers if each[1])
+        return heapq.merge(*merged, key=lambda entry: entry[0], reverse=not is_stale)
 
     def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
         """Read the records with these names; return those that are wanted, often none of thousands."""
