@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import pytest
 import redis
 
+from celery_idempotent.celery.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, ReserveRequest, Selection, State
-from celery_idempotent.stores.redis.format import MARK
+from celery_idempotent.records import Held, Identity, ReserveRequest, Selection, State
+from celery_idempotent.stores.redis.format import LAYOUT, MARK
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.contract.base import all_at_once
 from tests.stores.shifted import Shift
-from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, claim, in_one_bucket, renew, settle
+from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, ask, claim, in_one_bucket, renew, settle
+from tests.support.admin import make_app
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -199,6 +203,53 @@ def test_a_flushed_high_water_mark_is_made_good_by_the_record_itself(
     redis_client.zrem(names[1], MARK)
     advance._link.offset_us = 0
     assert claim(redis_store).token == first.token + 1
+
+
+@pytest.mark.parametrize(
+    "where", ["redis_url", pytest.param("cluster_url", marks=pytest.mark.wide)]
+)
+@pytest.mark.parametrize(
+    ("which", "there"),
+    [
+        # The first layout spread its records over 1,024 buckets.
+        ("an older layout", "ZADD {256}!leases 1 !"),
+        ("an older layout", "ZADD {1023}!leases 1 !"),
+        ("the layout 2", "SET {0}!layout 2"),
+    ],
+)
+def test_no_verb_begins_beside_records_that_it_would_not_find(prefix, request, where, which, there):
+    """Their operations would run again without a word."""
+    url = request.getfixturevalue(where)
+    with contextlib.ExitStack() as stack:
+        store, refused = (
+            stack.enter_context(contextlib.closing(RedisStore(url, prefix=prefix))) for _ in "12"
+        )
+        claim(store)
+        command, name, *rest = there.encode().split()
+        name = prefix.encode() + b":" + name
+        store._exchange((command, name, *rest))
+        assert isinstance(ask(store), Held)  # a process that has begun goes on
+        for verb in (lambda: ask(refused), refused.now_ms, lambda: refused.get(KEY)):
+            with pytest.raises(StoreMisconfigured, match=f"{which} under the prefix"):
+                verb()
+        (finding,) = check_store(make_app(refused))
+        assert (finding.id, which in finding.problem) == ("E006", True)
+        store._exchange((b"DEL", name))
+        assert isinstance(ask(refused), Held)
+
+
+def test_the_layout_is_noted_with_the_counters_and_by_no_look(redis_store, redis_client, prefix):
+    """Also after a flush, and by two workers at once."""
+    name = f"{prefix}:{{0}}!layout"
+    check_store(make_app(redis_store))
+    assert not redis_client.exists(name)
+    for _ in range(2):
+        all_at_once(8, lambda _: redis_store.count({("charge", "settled"): 1}))
+        assert (redis_client.get(name), redis_client.ttl(name)) == (LAYOUT, -1)
+        redis_client.delete(name)
+    redis_client.set(name, "2", ex=60)
+    redis_store.count({("charge", "settled"): 1})
+    assert redis_client.get(name) == b"2"
 
 
 @pytest.mark.parametrize(

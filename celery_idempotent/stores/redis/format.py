@@ -6,6 +6,7 @@
     idem:{7}!leases                             sorted set: PROCESSING and QUEUED records by deadline, and "!" by the
                                                 largest token of the bucket, in µs: never due
     idem:{7}!failures, idem:{7}!interrupted     sorted sets: such records by when they expire
+    idem:{0}!layout                             number of this layout: of these names, and of how records spread
     idem:{0}!counts:484722                      hash: counts of outcome and task, in that hour since the epoch
     idem:{0}!swept                              end of the last sweep, ms since the epoch
 
@@ -38,7 +39,10 @@ from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, St
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, without_long
 from celery_idempotent.stores.table import StoredRecord
 
-BUCKETS = 256  # fixed for ever: it decides the names of records
+BUCKETS = 256  # fixed for this layout: it decides the names of records
+LAYOUT = b"1"
+#: The layout before 0.1 noted no number.
+_OLD_BUCKETS = 1024
 #: The member of a bucket's leases whose score is its largest token.
 MARK = b"!"
 LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
@@ -57,7 +61,7 @@ class Keyspace:
         self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
         kinds = b":", LEASES, FAILURES, INTERRUPTED
         self._buckets = [tuple(head + kind for kind in kinds) for head in self._heads]
-        self.swept = self._heads[0] + b"!swept"
+        self.swept, self.layout = self._heads[0] + b"!swept", self._heads[0] + b"!layout"
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
         #: Finds all records and no index.
         self.pattern = prefix.translate(special).encode() + b":{*}:*"
@@ -76,6 +80,10 @@ class Keyspace:
     def index(self, kind: bytes) -> list[bytes]:
         """Name the index of this kind of each bucket."""
         return [head + kind for head in self._heads]
+
+    def of_older_layout(self) -> list[bytes]:
+        """Name the indexes that only the layout before had, and that never end."""
+        return [b"%b:{%d}%b" % (self._start, n, LEASES) for n in range(BUCKETS, _OLD_BUCKETS)]
 
     def counts(self, hour: int) -> bytes:
         return b"%b!counts:%d" % (self._heads[0], hour)

@@ -66,6 +66,9 @@ class Server:
     and the next verb would read the answer to this one.
     """
 
+    #: To be called before the first exchange; it sets this to ``None``, or raises.
+    before_first: Callable[[], None] | None = None
+
     def __init__(self, pool: ConnectionPool, where: str) -> None:
         self.pool, self.where = pool, where
         self._idle: list[Any] = []
@@ -164,6 +167,8 @@ def is_one_database(*pools: ConnectionPool) -> bool:
 class Cluster:
     """All nodes of a Cluster, by redis-py's client, which connects when it is made."""
 
+    before_first: Callable[[], None] | None = None
+
     def __init__(self, connect: Callable[[], RedisCluster], where: str) -> None:
         self._connect, self.where = connect, where
 
@@ -200,13 +205,17 @@ class Cluster:
 Link: TypeAlias = Server | Cluster
 
 
-def exchange(link: Link, commands: Sequence[Command], node: Any = None) -> list[Reply]:
+def exchange(
+    link: Link, commands: Sequence[Command], node: Any = None, *, first: bool = False
+) -> list[Reply]:
     """Return the answer to each command, giving the server the scripts that it does not know.
 
-    A ``node`` of a Cluster is asked for one that has no key.
+    A ``node`` of a Cluster is asked for one that has no key. ``first``: nothing comes before this one.
     """
     if not commands:
         return []
+    if link.before_first is not None and not first:
+        link.before_first()
     try:
         answers = link.exchange(commands, node)
         for answer in answers:

@@ -63,9 +63,24 @@ class RedisStore(base.Store):
         self._link, named = servers.link_and_prefix(url, options or {})
         self.prefix = named if prefix is None else prefix
         self._keys = layout.Keyspace(self.prefix)
+        self._link.before_first = self._check_layout
 
     def __repr__(self) -> str:
         return f"<RedisStore: {self._link.where}, prefix {self.prefix}>"
+
+    def _check_layout(self) -> None:
+        """Refuse all verbs beside records of another layout: none would be found, and their operations run again."""
+        (number,) = exchange(self._link, [(b"GET", self._keys.layout)], first=True)
+        looks = [(b"PTTL", name) for name in self._keys.of_older_layout() if number is None]
+        is_older = any(left_ms != -2 for left_ms in exchange(self._link, looks, first=True))
+        if is_older or number not in (None, layout.LAYOUT):
+            which = "an older layout" if is_older else f"the layout {number.decode()}"
+            raise StoreMisconfigured(
+                f"{self._link.where} has records of {which} under the prefix {self.prefix}: this version does not find"
+                " them, and would run their operations again. Run the version that wrote them until they have expired,"
+                " then delete its keys or choose another ?prefix="
+            )
+        self._link.before_first = None
 
     # -- the verbs of a run --
 
@@ -273,7 +288,8 @@ class RedisStore(base.Store):
             (b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
             for (task, outcome), number in outcomes.items()
         ]
-        self._exchange(*commands, (b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)))
+        noted = b"SET", self._keys.layout, layout.LAYOUT, b"NX"
+        self._exchange(*commands, (b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)), noted)
 
     def counts(self, *, hours: int) -> Sequence[records.Counted]:
         last = self.now_ms() // base.HOUR_MS
@@ -297,7 +313,8 @@ class RedisStore(base.Store):
     def missing_rights(self) -> Sequence[str]:
         # In a Cluster each server has users of its own: some buckets of most of them.
         names = self._keys.index(layout.LEASES)[::8]
-        missing = self._exchange(*[servers.SCRIPTS["rights"].call((name,)) for name in names])
+        asks = [servers.SCRIPTS["rights"].call((name,)) for name in names]
+        missing = exchange(self._link, asks, first=True)
         return sorted({each.decode() for some in missing for each in some})
 
     def close(self) -> None:
