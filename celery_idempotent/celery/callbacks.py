@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from operator import attrgetter
@@ -31,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery import signals as celery_signals
 from celery.backends.base import BaseKeyValueStoreBackend
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from kombu.exceptions import SerializationError, SerializerNotInstalled
+from celery.exceptions import Ignore, Reject
+from kombu.exceptions import DecodeError, EncodeError, SerializationError, SerializerNotInstalled
 
 from celery_idempotent.celery import republish
 from celery_idempotent.celery.republish import DeliveredRun
@@ -105,7 +104,7 @@ def mark_delivered(sender: AnyTask, *, state: State, **_: object) -> None:
         return
     try:
         get_store(sender.app).mark_delivered(run.identity, token=run.mark_token)
-    except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
+    except Exception as error:  # noqa: BLE001  all of it is done
         logger.warning(
             "idempotency: %s is done and its callbacks are sent, but it could not be marked: if its message comes "
             "back, they are sent again, under the same ids: %s",
@@ -160,14 +159,15 @@ def _comes_back(run: DeliveredRun, ended_with: BaseException, trouble: BaseExcep
     logger.error(line, run.task.name, run.task_id, reason)
     setattr(ended_with, OUTCOME, Ignore(reason) if published else Reject(reason, requeue=True))
     if not published:
-        with suppress(SoftTimeLimitExceeded):
-            time.sleep(1.0)  # the broker is away
+        time.sleep(1.0)  # the broker is away
     return True
 
 
 def is_transient(error: BaseException) -> bool:
     """May the same be sent successfully later?"""
-    if isinstance(error, (OSError, StoreUnavailable)):
+    # kombu wraps whatever an encoder raises, also in the code of a value.
+    cause = error.__context__ if isinstance(error, (EncodeError, DecodeError)) else error
+    if isinstance(cause, (OSError, StoreUnavailable)):
         return True  # an OSError may be a ValueError as well: TLS raises one for a certificate
     if not isinstance(error, (*_PERMANENT, *_AMBIGUOUS)):
         return True

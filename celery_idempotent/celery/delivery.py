@@ -20,6 +20,7 @@ from copy import deepcopy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from celery import current_task
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
@@ -279,9 +280,15 @@ def _prepare_process(pid: int) -> str:
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and hasattr(signal, "SIGUSR1"):
         handler = signal.getsignal(signal.SIGUSR1)
-        if getattr(handler, "__module__", "") == "billiard.pool":
-            shield.install(signal.SIGUSR1, signal.SIGTERM)
+        is_pools = getattr(handler, "__module__", "") == "billiard.pool"
+        if is_pools or threading.get_ident() in shield.shields:  # or a signal struck here before
+            shield.install(signal.SIGUSR1, signal.SIGTERM, current=_current_id)
     return worker_name(pid)
+
+
+def _current_id() -> str | None:
+    # Tasks on a thread's stack are behind a proxy.
+    return str(current_task.request.id) if current_task else None  # type: ignore[truthy-bool]
 
 
 def identify_delivery(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from celery import signals as celery_signals
@@ -40,6 +41,7 @@ from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.options import refuse_unknown
 from celery_idempotent.protocol.run import release, run_in_progress, unguarded
+from celery_idempotent.protocol.shield import NO_SHIELD, shields
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
 from celery_idempotent.stores import get_store
@@ -157,9 +159,11 @@ class IdempotentTask(DefinedTask):
         """Run in this process, by the same protocol; also takes ``idempotency_key`` and ``idempotency_scope``."""
         _refuse_misspelt(self, options)
         definition = self.idempotency_definition()
-        if definition is not None:
-            publishing.stamp_call(definition, args, kwargs, options, eager=True)
-        return super().apply(args, kwargs, *rest, **options)
+        if definition is None:
+            return super().apply(args, kwargs, *rest, **options)
+        publishing.stamp_call(definition, args, kwargs, options, eager=True)
+        with shields.get(get_ident(), NO_SHIELD).around_eager_call():
+            return super().apply(args, kwargs, *rest, **options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def execute(run: Run, body: Body) -> object:
     """
     run.started_at = time.monotonic()
     run.shield = shield = shields.get(get_ident(), NO_SHIELD)
-    was_closed, shield.closed = shield.closed, True
+    was_closed, shield.closed, shield.over = shield.closed, True, None
     try:
         if run.is_broadcast:
             return _run_unguarded(run, body)
@@ -203,7 +203,7 @@ def execute(run: Run, body: Body) -> object:
                     logger.warning(line, run.name, run.task_id, error)
                     return _run_unguarded(run, body)
     finally:
-        shield.leave(was_closed=was_closed, nested=current_run.get() is not None)
+        shield.leave(was_closed=was_closed, over=run.task_id if current_run.get() is None else None)
 
 
 def _run_body(run: Run, record: Record, body: Body) -> object:
@@ -424,7 +424,7 @@ def _settles_after_commit(run: Run, end: SettleRequest, failure: BaseException |
         try:
             _settle(run, end, failure)
         finally:
-            run.shield.leave(was_closed=was_closed, nested=True)
+            run.shield.leave(was_closed=was_closed)
 
     for on_commit in on_commits:
         on_commit(after_commit)
@@ -532,7 +532,7 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
             report(run, signals.released, run.record, state=state, error=error)
         return released
     finally:
-        run.shield.leave(was_closed=was_closed, nested=True)
+        run.shield.leave(was_closed=was_closed)
 
 
 def find_newer_claim(run: Run) -> bool:

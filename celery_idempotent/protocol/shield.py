@@ -3,15 +3,16 @@
 In a pool child the handlers of the soft time limit (SIGUSR1) and of SIGTERM raise an exception between any two
 instructions. The shield wraps both, once in each pool child::
 
-    claim ──────────── body ──────────── settle ──────────── return
-      noted: raised      raised here       noted: a soft limit is dropped, its task is over;
-      where the body                       SIGTERM ends the process now
-      would begin
+    claim ──────────── body ──────────── settle ──────────── return ─ Celery: callbacks, result, hooks ─ end
+      noted: raised      raised here       noted: a soft limit is dropped,    a soft limit is dropped as well,
+      where the body                       its task is over; SIGTERM          for as long as Celery is busy with
+      would begin                          ends the process now               this task
 
 A signal also ends the wait for a verb of the store, which is then asked again as if its answer had been lost; after
-SIGTERM once. A function of ``run.py`` is never struck: the outcome of its ``body()`` must not be lost. (From Python
-3.11 on handlers run at the start of a function, after a call of a C function, and at the end of a loop: not between
-``open()`` and the body.) If a ``KeyboardInterrupt`` strikes a verb of the store, the lease ends the claim.
+SIGTERM once. A soft limit that strikes around the body of an eager call is raised in its caller. A function of
+``run.py`` is never struck: the outcome of its ``body()`` must not be lost. (From Python 3.11 on handlers run at the
+start of a function, after a call of a C function, and at the end of a loop: not between ``open()`` and the body.) If a
+``KeyboardInterrupt`` strikes a verb of the store, the lease ends the claim.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 logger = logging.getLogger(__name__)
@@ -43,24 +45,35 @@ class Shield:
     waiting = False
     #: SIGTERM came.
     ending = False
+    #: A noted soft limit was raised where a body would begin.
+    raised_early = False
+    #: The task whose run ended last. Its caller may still be busy with it.
+    over: str | None = None
 
-    def __init__(self, *signals: int) -> None:
+    def __init__(self, current: Callable[[], str | None] = lambda: None) -> None:
         self._noted: list[int] = []
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        #: Returns the task that the thread is busy with.
+        self._current = current
+
+    def hold(self, *signals: int) -> None:
+        """Stand before the handlers of these signals; again, if one of them struck meanwhile."""
         for signum in signals:
             handler = signal.getsignal(signum)
-            if callable(handler):
+            if callable(handler) and handler != self._handle:
                 self._handlers[signum] = handler
                 signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGUSR1 and self.over is not None and self.over == self._current():
+            return
         in_protocol = frame is not None and frame.f_globals.get("__name__") == _PROTOCOL
         if not self.closed and not in_protocol:
             self._handlers[signum](signum, frame)
             return
+        has_last_try, self.ending = self.ending, self.ending or signum == signal.SIGTERM
         self._noted.append(signum)
-        self.ending = self.ending or signum == signal.SIGTERM
-        if self.waiting and not in_protocol:
+        if self.waiting and not has_last_try and not in_protocol:
             self.waiting = False
             raise VerbInterruptedError("the store was not waited for: a signal came")
 
@@ -69,6 +82,7 @@ class Shield:
         self.closed = self.waiting = False
         while self._noted:
             signum = self._noted.pop(0)
+            self.raised_early = signum == signal.SIGUSR1
             self._handlers[signum](signum, None)
 
     def let_exit(self) -> None:
@@ -76,15 +90,29 @@ class Shield:
         if self.ending:
             self.open()
 
-    def leave(self, *, was_closed: bool, nested: bool) -> None:
-        """Leave it as it was, and raise the noted signals, a soft time limit only in a run ``nested`` in another."""
+    def leave(self, *, was_closed: bool, over: str | None = None) -> None:
+        """Leave it as it was, and raise the noted signals; a soft time limit not if the task ``over`` has ended."""
+        if not was_closed:
+            self.over = over
         self.closed, self.waiting = was_closed, False
         if not self._noted or was_closed:
             return
-        if not nested and signal.SIGUSR1 in self._noted:
+        if over is not None and signal.SIGUSR1 in self._noted:
             logger.warning("idempotency: a soft time limit came after its task had ended")
             self._noted = [signum for signum in self._noted if signum != signal.SIGUSR1]
         self.open()
+
+    @contextmanager
+    def around_eager_call(self) -> Iterator[None]:
+        """Raise in the caller what comes around the body of the call: Celery would take it for the call's failure."""
+        was_closed, over = self.closed, self.over
+        self.closed, self.raised_early = True, False
+        try:
+            yield
+        finally:
+            if self.raised_early:
+                self._noted.append(signal.SIGUSR1)
+            self.leave(was_closed=was_closed, over=over)
 
     def pause(self, seconds: float) -> bool:
         """Sleep, but no longer than until a signal is noted: ``False`` then."""
@@ -105,9 +133,9 @@ shields: dict[int, Shield] = {}
 NO_SHIELD = Shield()
 
 
-def install(*signals: int) -> None:
-    """Hold these signals back in this thread, the main one, from now on."""
-    shields[threading.get_ident()] = Shield(*signals)
+def install(*signals: int, current: Callable[[], str | None] = lambda: None) -> None:
+    """Hold these signals back in this thread, the main one, from now on; ``current``: see :class:`Shield`."""
+    shields.setdefault(threading.get_ident(), Shield(current)).hold(*signals)
 
 
 if hasattr(os, "register_at_fork"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery, Task
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import worker_ready
 from celery.utils.dispatch import Signal
 
@@ -56,12 +57,46 @@ def make_app(broker: str, backend: str | None, conf: dict[str, Any]) -> Celery:
         Ledger.from_env().append("effect", key, self.request.id)
         return {1, 2}
 
+    @app.task(name="struck", **keyed)
+    def struck(self: Any, key: str, strike_at: int) -> Any:
+        Ledger.from_env().append("effect", key, self.request.id)
+        return Striking(strike_at)
+
+    class StruckBefore(IdempotentTask):
+        abstract = True
+
+        def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+            Striking(args[1]).__json__()
+
+    app.task(name="struck_before", **{**keyed, "base": StruckBefore})(struck.run)
+
+    @app.task(name="calls", **keyed)
+    def calls(self: Any, key: str, task: str, strike_at: int) -> str:
+        try:
+            app.tasks[task].apply((f"inner {key}", strike_at))
+        except SoftTimeLimitExceeded:
+            return "limited"
+        return "not limited"
+
     @app.task(name="hold", shared=False, bind=True, base=Task, ignore_result=True)
     def hold(self: Any, gate: str) -> None:
         Ledger.from_env().append("held", gate)
         wait_at(gate)
 
     return app
+
+
+class Striking:
+    """A value that has the soft time limit strike while it is encoded for the n-th time: by us, then by Celery."""
+
+    def __init__(self, strike_at: int) -> None:
+        self.left = strike_at
+
+    def __json__(self) -> str:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return "struck"
 
 
 def play(self: Any, key: str, how: str = "", gate: str = "") -> str:

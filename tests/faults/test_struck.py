@@ -260,3 +260,36 @@ class TestInTheRelease:
         stage.ran_once("k", result)
         stage.tells("interrupted", "k")
         assert stage.starts("k") == 2
+
+
+class TestAfterTheBody:
+    """The task is done: a soft limit fails nothing any more, and is the limit of no other task."""
+
+    @pytest.mark.parametrize("linked", [False, True], ids=["it stores", "it sends"])
+    def test_one_that_strikes_while_celery_is_busy_with_it_fails_nothing(
+        self, set_stage: SetStage, linked: bool
+    ):
+        stage = set_stage()
+        worker = stage.worker()
+        (child,) = worker.children()
+        hold = stage.client.tasks["hold"]
+        result = stage.send("struck", "k", 2, link=hold.s() if linked else None)
+        assert stage.succeeds(result) == "struck"
+        assert stage.state("k", "struck") is State.COMPLETED
+        if not linked:
+            hold.delay("never")
+        wait_for(lambda: stage.ledger.count("held"), what="a task of Celery's own in this child")
+        os.kill(child, signal.SIGUSR1)
+        stage.says(worker, "SoftTimeLimitExceeded()")
+
+    @pytest.mark.parametrize(
+        ("task", "effects", "state"), [("struck_before", 0, None), ("struck", 1, State.COMPLETED)]
+    )
+    def test_one_that_strikes_around_the_body_of_an_eager_call_is_raised_in_its_caller(
+        self, set_stage: SetStage, task: str, effects: int, state: State | None
+    ):
+        stage = set_stage()
+        stage.worker()
+        assert stage.succeeds(stage.send("calls", "k", task, 1)) == "limited"
+        assert stage.effects("inner k") == effects
+        assert stage.state("inner k", task) is state

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -15,6 +16,7 @@ import pytest
 from celery.utils.dispatch import Signal
 
 from celery_idempotent import backoff, signals
+from celery_idempotent.celery import delivery
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import shield
 from celery_idempotent.protocol.claim import current_claim
@@ -149,7 +151,7 @@ def test_a_soft_limit_of_a_run_that_is_over_is_dropped_and_a_termination_is_not(
     made.closed = True
     made._handle(signal.SIGUSR1, None)
     made._handle(signal.SIGTERM, None)
-    made.leave(was_closed=False, nested=False)
+    made.leave(was_closed=False, over="id")
     assert received == [signal.SIGTERM]
     assert "a soft time limit came after its task had ended" in caplog.text
 
@@ -159,7 +161,7 @@ def test_a_run_in_the_body_of_another_leaves_it_the_soft_limit():
     made = make(received)
     made.closed = True
     made._handle(signal.SIGUSR1, None)
-    made.leave(was_closed=False, nested=True)
+    made.leave(was_closed=False)
     assert received == [signal.SIGUSR1]
 
 
@@ -170,3 +172,66 @@ def test_a_signal_ends_a_wait_for_the_store_and_a_pause_once():
         made._handle(signal.SIGUSR1, None)
     made._handle(signal.SIGUSR1, None)  # the verb is not under way any more
     assert made.pause(0.01), "a signal that came before does not end it"
+
+
+def test_a_process_that_ends_is_left_the_second_try_of_its_verb():
+    made = make([])
+    made.closed = made.waiting = True
+    with pytest.raises(shield.VerbInterruptedError):
+        made._handle(signal.SIGTERM, None)
+    made.waiting = True
+    made._handle(signal.SIGTERM, None)
+    made._handle(signal.SIGUSR1, None)
+    assert made.waiting
+
+
+def test_a_task_that_runs_again_in_its_process_has_its_limit_until_it_has_run(monkeypatch):
+    received: list[int] = []
+    made = make(received)
+    made._current = lambda: a_call().task_id
+    monkeypatch.setitem(shield.shields, threading.get_ident(), made)
+    for times in (1, 2):
+        runner = make_runner(MemoryStore())
+        runner.execute(a_call(), lambda: made._handle(signal.SIGUSR1, None))
+        made._handle(signal.SIGUSR1, None)  # Celery stores its result
+        assert received == [signal.SIGUSR1] * times
+
+
+def install_struck(number: int) -> str:
+    """Say what is missing once a signal struck the ``number``-th instruction of the first installation."""
+    seen = 0
+
+    def limit(*_: object) -> None:
+        raise LimitError
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_globals.get("__name__") not in (shield.__name__, delivery.__name__):
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if event == "opcode" and seen == number:
+            handler: Any = signal.getsignal(signal.SIGUSR1)
+            handler(signal.SIGUSR1, frame)
+        return trace
+
+    limit.__module__ = "billiard.pool"
+    for each in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(each, limit)
+    sys.settrace(trace)
+    with suppress(LimitError):
+        delivery._prepare_process(os.getpid())
+    sys.settrace(None)
+    delivery._prepare_process(os.getpid())
+    held = shield.shields.get(threading.get_ident(), shield.NO_SHIELD)
+    missing = [n for n in (signal.SIGUSR1, signal.SIGTERM) if signal.getsignal(n) != held._handle]
+    return f"{number}: {missing}" if missing else "ok" if seen >= number else "over"
+
+
+def test_a_signal_that_strikes_its_installation_does_not_keep_it_from_being_installed():
+    said, number = "ok", 0
+    while said == "ok":
+        number += 7
+        said = in_child(lambda: install_struck(number))  # noqa: B023
+    assert said == "over"
+    assert number > 50, "the striker does not strike"

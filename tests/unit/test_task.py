@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -16,7 +15,7 @@ import pytest
 from celery import Celery, Task, chain, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
-from celery.exceptions import Reject, SoftTimeLimitExceeded
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -671,28 +670,6 @@ class TestAMessageThatCannotBePublishedAgain:
         assert (back.info.state, len(pauses)) == ("REJECTED", 1)
         deliver(app, message, redelivered=True)
         assert (runs, len(pauses)) == (["k"], 3)
-
-    def test_comes_back_with_its_callbacks_though_a_soft_time_limit_strikes_while_it_waits(
-        self, app, published, runs, task, monkeypatch
-    ):
-        message = send(published, task, "k", link=task.si("next"))
-        self.refuse(app, OperationalError("gone"))
-
-        def strike(_: float) -> None:
-            app.conf.task_routes = None
-            amqp: Any = app.amqp
-            amqp.flush_routes()
-            amqp.router = amqp.Router()
-            raise SoftTimeLimitExceeded
-
-        monkeypatch.setattr(time, "sleep", strike)
-        outcome = getattr(deliver(app, message).retval.exception, OUTCOME)
-        assert isinstance(outcome, Reject)
-        assert outcome.requeue
-        assert app.AsyncResult(message.id).state == "PENDING"
-        deliver(app, message, redelivered=True)
-        assert app.AsyncResult(message.id).state == "SUCCESS"
-        assert (runs, [each.args for each in published[1:]]) == (["k"], [("next",)])
 
     def test_whose_broker_has_no_copy_of_it_fails_with_its_callbacks_unsent(
         self, app, store, published, runs, task, pauses

@@ -9,6 +9,7 @@ from amqp.exceptions import MessageNacked, NotFound
 from celery import Celery
 from celery.app.task import Context
 from kombu.exceptions import EncodeError, OperationalError
+from kombu.serialization import dumps
 
 from celery_idempotent import IdempotentTask, InvalidKey, StoreUnavailable
 from celery_idempotent.celery.callbacks import chord_is_claimed, is_transient
@@ -42,6 +43,21 @@ def test_errors_of_a_client_whose_connection_breaks_are_transient(module):
     error = raised(AttributeError("'NoneType' object has no attribute 'client'"), module)
     assert is_transient(error)
     assert not is_transient(raised(EncodeError("x"), module))
+
+
+@pytest.mark.parametrize(
+    ("transient", "raised_in_encoder"), [(True, ConnectionResetError()), (False, RecursionError())]
+)
+def test_an_error_of_the_code_of_a_value_is_what_it_is_when_kombu_wraps_it(
+    transient, raised_in_encoder
+):
+    class Value:
+        def __json__(self) -> None:
+            raise raised_in_encoder
+
+    with pytest.raises(EncodeError) as found:
+        dumps(Value(), serializer="json")
+    assert is_transient(found.value) is transient
 
 
 def part(**options: Any) -> Any:
