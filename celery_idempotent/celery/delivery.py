@@ -143,7 +143,7 @@ class Delivery(republish.DeliveredRun):
             return self.store.settle(end)
         written = self.store.settle_with_result(end, result)
         if written == "stored":
-            self.request.ignore_result = True  # Celery's tracer leaves it alone
+            fused.note_stored(self.request)
         return written != "lost"
 
     def settled(self, state: EndState) -> None:
@@ -201,7 +201,7 @@ class Delivery(republish.DeliveredRun):
             with suppress(Exception):  # else Celery's tracer stores it, in two trips
                 result = fused.write_of(self.task, request, self.store, record.value)
                 if result is not None and self.store.write_result(result):
-                    request.ignore_result = True
+                    fused.note_stored(request)
         return value
 
     def _from_backend(self, record: Record, age_ms: int) -> object:

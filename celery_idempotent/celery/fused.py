@@ -13,11 +13,13 @@ Celery writes, but ``date_done`` is always in UTC.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
+from celery.app import task as app_task
 from celery.app import trace
 
 from celery_idempotent.celery.callbacks import callbacks_of
@@ -28,8 +30,13 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
-#: Does Celery's tracer leave the result of a request alone? (Celery < 5.7 asks the task only.)
-_is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ignore_result)
+#: On a request: its result is stored, Celery's tracer leaves it alone.
+STORED = "idempotency_stored"
+
+#: Does Celery's tracer leave the result of a request alone? Some releases ask the task only.
+_is_ignored: Callable[[AnyTask, Any], object] = {**vars(trace), **vars(app_task)}.get(
+    "get_actual_ignore_result", lambda task, _: task.ignore_result
+)
 
 #: For a larger result Celery waits longer than a store does.
 _LARGEST = 1024 * 1024
@@ -63,6 +70,11 @@ def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) ->
         return None
     key, expires_s = prefix + request.id.encode(), int(backend.expires or 0)
     return ResultWrite(key, _payload(request, value), expires_s)
+
+
+def note_stored(request: Any) -> None:
+    """Have Celery's tracer leave the result of this request alone."""
+    vars(request).update({"ignore_result": True, STORED: True})
 
 
 def _payload(request: Any, value: Stored) -> bytes:

@@ -27,6 +27,7 @@ from celery_idempotent.celery.delivery import (
     delivery_of,
     next_after_ours,
 )
+from celery_idempotent.celery.fused import STORED
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.sweep import install_sweep
 from celery_idempotent.celery.typed import Options, Result, Sig
@@ -164,6 +165,12 @@ class IdempotentTask(DefinedTask):
         publishing.stamp_call(definition, args, kwargs, options, eager=True)
         with shields.get(get_ident(), NO_SHIELD).around_eager_call():
             return super().apply(args, kwargs, *rest, **options)
+
+    def signature_from_request(self, request: Any = None, *rest: Any, **options: Any) -> Any:
+        """Return a signature that repeats a request, as Celery does; its own result is to be stored again."""
+        if STORED in vars(request or self.request):
+            options.setdefault("ignore_result", False)
+        return super().signature_from_request(request, *rest, **options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import re
+import runpy
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 import celery
+import celery.app.task
+import celery.app.trace
 import pytest
 import redis
 from celery import Celery, Task, signals
@@ -22,6 +25,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from redis.client import Monitor
 
 from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.celery import fused
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import SettledWith, State
@@ -268,6 +272,14 @@ def test_one_that_is_ignored_is_not_stored(shop: Shop):
     assert shop.stored(shop.run("quiet", ignore_result=None))[0] is None
 
 
+@pytest.mark.parametrize("home", [celery.app.task, celery.app.trace], ids=lambda m: m.__name__)
+def test_celerys_rule_of_ignored_results_is_found_where_this_release_has_it(monkeypatch, home):
+    for each in (celery.app.task, celery.app.trace):
+        monkeypatch.delattr(each, "get_actual_ignore_result", raising=False)
+    monkeypatch.setattr(home, "get_actual_ignore_result", len, raising=False)
+    assert runpy.run_path(fused.__file__)["_is_ignored"] is len
+
+
 @pytest.mark.skipif(celery.VERSION < (5, 7), reason="the message decides from Celery 5.7 on")
 def test_the_message_decides_whether_it_is_ignored(shop: Shop):
     ignored, wanted = shop.run("pay", ignore_result=True), shop.run("quiet", ignore_result=False)
@@ -406,7 +418,8 @@ def test_hooks_and_signals_find_a_result_that_is_stored_and_the_backend_as_ever(
             note(f"after_return {status}", self)
 
     def note(what: str, task: Any) -> None:
-        kind = type(task.backend)
+        kind, again = type(task.backend), task.signature_from_request().options
+        assert not again.get("ignore_result"), "a copy of the request has a result to store"
         heard.append(
             (what, task.request.ignore_result, kind, task.AsyncResult(task.request.id).state)
         )
