@@ -28,7 +28,6 @@ from celery_idempotent.http.middleware import (
     Exchange,
     Middleware,
     Request,
-    Response,
     bearer_scope,
     read_header,
     session_scope,
@@ -36,6 +35,7 @@ from celery_idempotent.http.middleware import (
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
+    from celery_idempotent.records import Stored
     from celery_idempotent.stores import Store
 
 __all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
@@ -128,11 +128,11 @@ class _Exchange(Exchange):
 
     # -- the application -----------------------------------------------------------------------------------------------
 
-    def respond(self) -> Response:
+    def respond(self) -> Stored:
         """Run the application on the event loop, in the context of this thread."""
         return asyncio.run_coroutine_threadsafe(self._respond(), self.loop).result()
 
-    async def _respond(self) -> Response:
+    async def _respond(self) -> Stored:
         """Start the application, and return its response when that is complete."""
         # What is sent by path or in trailers, for example, would not be in the record. The scope is no copy: middleware
         # around this one finds the route in it.

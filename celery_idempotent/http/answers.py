@@ -130,19 +130,19 @@ def make_problem(
 
 #: In the record only: the response was sent whole, and its body is not stored.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
-#: Headers that are not stored, lower case: of one answer or one login; of one connection (RFC 9110, 7.6.1); of one
-#: trace; and our own.
-NEVER_KEPT: Final = frozenset(
-    f"""
-    age authentication-info date set-cookie www-authenticate
-    connection content-length keep-alive proxy-authenticate proxy-authentication-info proxy-connection te trailer
-    transfer-encoding upgrade via
-    b3 server-timing traceparent tracestate traceresponse uber-trace-id x-amzn-trace-id x-b3-sampled x-b3-spanid
-    x-b3-traceid x-cloud-trace-context x-correlation-id x-request-id
-    {REPLAYED} {_NOT_KEPT}
-    """.lower().split()
+#: Headers that are not stored: of one answer or one login; of one connection (RFC 9110, 7.6.1); of one trace; our own.
+_NEVER_KEPT: Final = re.compile(
+    r"(?i)\r\n(?:age|authentication-info|date|set-cookie|www-authenticate"
+    r"|connection|content-length|keep-alive|proxy-(?:authenticate|authentication-info|connection)|te|trailer"
+    r"|transfer-encoding|upgrade|via|b3|server-timing|traceparent|tracestate|traceresponse|uber-trace-id"
+    r"|x-amzn-trace-id|x-b3-sampled|x-b3-spanid|x-b3-traceid|x-cloud-trace-context|x-correlation-id|x-request-id"
+    rf"|{REPLAYED}|{_NOT_KEPT}):[^\r\n]*"
 )
-_HEAD: Final = re.compile(r"HTTP/1\.1 ([1-5][0-9][0-9]) ([^\r\n]*)((?:\r\n[!-9;-~]+: [^\r\n]*)*)")
+#: What a server sends: names are tokens, and no text has a control character (RFC 9110, 5.5 and 5.6.2).
+_TEXT: Final = r"[\t -~\x80-\xff]*"
+_HEAD: Final = re.compile(
+    rf"HTTP/1\.1 ([2-5][0-9][0-9]) ({_TEXT})((?:\r\n[-!#$%&'*+.^_`|~0-9A-Za-z]+: {_TEXT})*)"
+)
 _HEADER: Final = re.compile(r"\r\n([^:]+): ([^\r]*)")
 
 
@@ -154,21 +154,33 @@ class ResponseCodec:
         self._json = Serializer()
         self.load_value = self._json.load
 
-    def dump_value(self, response: object) -> Stored:
-        """Store a response, without its body if that is too large, or streamed."""
+    def dump_value(self, stored: Stored) -> Stored:
+        """Return a response that was packed when its view returned."""
+        return stored
+
+    def pack(self, response: object) -> Stored:
+        """Return what is stored of a response, without its body if that is too large, or streamed.
+
+        Raises:
+            ValueError: if no server sends its status or a header: a line feed would begin another header of the replay.
+        """
         status, reason, headers, body, why = self._parts(response)
         if len(body) > self._max_bytes:
             why = f"it has {len(body)} bytes"
         if not reason.isascii():
             reason = reason.encode("ascii", "replace").decode()
-        lines = [f"HTTP/1.1 {status} {reason}"]
+        lines = [f"HTTP/1.1 {status} {reason}", *[key + ": " + value for key, value in headers]]
+        head = "\r\n".join(lines)
+        if not _HEAD.fullmatch(head) or head.count("\r\n") >= len(lines):
+            raise ValueError(
+                f"No server can send the status or a header of this response of {self._view}."
+            )
+        head = _NEVER_KEPT.sub("", head)
         if why:
-            body = b""
+            body, head = b"", f"{lines[0]}\r\n{_NOT_KEPT}: {why}"
             line = "idempotency: the response of %s is not stored (%s): a repetition gets 410"
             logger.warning(line, self._view, why)
-            lines.append(f"{_NOT_KEPT}: {why}")
-        lines += [f"{key}: {value}" for key, value in headers if key.lower() not in NEVER_KEPT]
-        packed = b"%b\r\n\r\n%b" % ("\r\n".join(lines).encode("latin-1", "replace"), body)
+        packed = b"%b\r\n\r\n%b" % (head.encode("latin-1"), body)
         return Stored(content_type=HTTP, content_encoding="binary", body=packed)
 
     def dump_error(self, error: BaseException) -> Stored:
@@ -196,4 +208,5 @@ def read_response(stored: Stored) -> Answer:
         raise ResultUnavailable(
             f"The request was carried out and answered with {status}; the response was not kept: {headers[0][1]}."
         )
+    headers = _HEADER.findall(_NEVER_KEPT.sub("", lines))
     return Answer(int(status), [*headers, (REPLAYED, "true")], body, reason)

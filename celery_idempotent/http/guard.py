@@ -30,7 +30,7 @@ from celery_idempotent.http.options import HttpOptions, RequestFunction
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Run, execute
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
@@ -61,11 +61,13 @@ class RequestRun(Run):
     """One request to a guarded view."""
 
     guard: Guard
+    #: What the view returned.
+    response: Any
     began = False
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
 
-    def respond(self) -> object:
+    def respond(self) -> Stored:
         """Run the view, and return its response, which is :meth:`kept`."""
         raise NotImplementedError
 
@@ -88,7 +90,8 @@ class RequestRun(Run):
             if identity is None:
                 store = atomic.transactional(self.open_store(), self.name)
                 with store.unguarded_transaction():
-                    return self.respond()
+                    self.respond()
+                return self.response
             self.identity, self.fingerprint = identity, fingerprint
             self.codec, self.sender = guard.codec, guard.sender
             # A UUID, which records store in 16 bytes; uuid4() takes longer.
@@ -99,7 +102,8 @@ class RequestRun(Run):
             self.worker = worker_name(os.getpid())
             if self.policy.atomic:
                 self.in_transaction = atomic.run_body
-            return execute(self, self._respond_once)
+            found = execute(self, self._respond_once)
+            return self.response if isinstance(found, Stored) else found
         except FingerprintMismatch:
             raise RequestRefused(
                 "idempotency_key_reused",
@@ -108,13 +112,14 @@ class RequestRun(Run):
         except _NotToKeepError as answered:
             return answered.args[0]
 
-    def kept(self, response: T, status: int, *, is_kept: bool = True) -> T:
-        """Return the response of a view if it is one to repeat; any other leaves the view as an exception."""
+    def kept(self, response: object, status: int, *, is_kept: bool = True) -> Stored:
+        """Pack the response of a view if it is one to repeat; any other leaves the view as an exception."""
         if status >= 500 or status in self.guard.options.unstored or not is_kept:
             raise _NotToKeepError(response)
-        return response
+        self.response = response
+        return self.guard.codec.pack(response)
 
-    def _respond_once(self) -> object:
+    def _respond_once(self) -> Stored:
         """Run the view, once: after that its files are read, and its user may have changed."""
         if self.began:
             raise RequestRefused(

@@ -33,7 +33,7 @@ from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.records import Identity
+    from celery_idempotent.records import Identity, Stored
 
 Request = MutableMapping[str, Any]
 
@@ -263,7 +263,7 @@ class Exchange(RequestRun):
             raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
         return requests.request_fingerprint(method, path, _fields(query), text)
 
-    def kept_response(self) -> Response:
+    def kept_response(self) -> Stored:
         """Return the response if it is one to repeat; any other leaves as an exception."""
         is_kept = not (self.response.is_large and self.options.release_large)
         return self.kept(self.response, self.response.status, is_kept=is_kept)

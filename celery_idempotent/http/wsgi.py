@@ -9,7 +9,8 @@ from typing import Any
 
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, Headers, RequestRefused
-from celery_idempotent.http.middleware import Exchange, Middleware, Request, Response
+from celery_idempotent.http.middleware import Exchange, Middleware, Request
+from celery_idempotent.records import Stored
 
 Write = Callable[[bytes], object]
 StartResponse = Callable[..., Write]
@@ -64,7 +65,7 @@ class _Exchange(Exchange):
         self.environ.pop("HTTP_TRANSFER_ENCODING", None)
         return self.answer_with(identity, body)
 
-    def respond(self) -> Response:
+    def respond(self) -> Stored:
         """Run the application, and return its response when that is complete."""
         parts = self.middleware.app(self.environ, self._start_response)
         self.at_end.callback(getattr(parts, "close", lambda: None))

@@ -79,6 +79,8 @@ def work(name: str, argument: str, body: bytes) -> Answered:
         status = int(argument)
     elif name == "broken" and run == 1:
         raise ZeroDivisionError
+    elif name == "unsendable" and run == 1:
+        headers["X-Next"] = {"nul": "/a\0b", "lines": "/a\r\nSet-Cookie: sid=evil"}[argument]
     elif name == "echo":
         told["bytes"] = len(body)
     elif name == "event":

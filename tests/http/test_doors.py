@@ -174,10 +174,14 @@ def test_any_other_response_is_kept(door: Door) -> None:
         assert (again.replayed, again.body) == (True, first.body)
 
 
-def test_an_exception_releases_the_key(door: Door, key: str) -> None:
+@pytest.mark.parametrize("path", ["/broken/x", "/unsendable/nul", "/unsendable/lines"])
+def test_an_exception_or_a_header_that_no_server_sends_releases_the_key(
+    door: Door, key: str, path: str
+) -> None:
     with contextlib.suppress(http.client.HTTPException):
-        assert door.ask(key, "/broken/x").status == 500
-    assert door.ask(key, "/broken/x").json == {"run": 2}
+        assert door.ask(key, path).status == 500
+    again = door.ask(key, path)
+    assert (again.json, again.replayed, again.headers["Set-Cookie"]) == ({"run": 2}, False, None)
 
 
 def test_a_response_over_the_limit_comes_whole_and_is_not_repeated(door: Door, key: str) -> None:

@@ -18,7 +18,7 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.signals import Event, replayed
 from celery_idempotent.stores import open_store
 from celery_idempotent.wsgi import IdempotencyMiddleware as OfWSGI
-from tests.http.callers import KINDS, Answer, AsgiClient, Call, WsgiClient, open_client
+from tests.http.callers import KINDS, Answer, AsgiClient, Call, Client, WsgiClient, open_client
 from tests.http.sites import new_key
 from tests.stores.hybrids import CountingLink
 from tests.support.servers import EmbeddedRedis
@@ -128,6 +128,41 @@ def test_a_claim_that_the_frozen_store_executes_late_holds_its_key_for_a_moment(
     private_redis.thaw()
     done = wait_for(lambda: (a := client.ask(key)).status != 409 and a, 10, "the key to be free")
     assert (done.status, done.replayed, len(shop.runs)) == (201, False, 2)
+
+
+UNSENDABLE = [
+    *((200, f"OK{text}", "X-Own", "a") for text in ("\r\nSet-Cookie: sid=evil", "\x7f")),
+    *((200, "OK", f"X-Own{text}", "a") for text in ("\r\nX", ":", " ", "é")),
+    *((200, "OK", "X-Own", f"a{text}b") for text in ("\r\nSet-Cookie: sid=evil", "\n", "\x00")),
+    (200, "OK", "Set-Cookie", "sid=1\r\nX-Own: 1"),
+    (199, "OK", "X-Own", "a"),
+    (20, "OK", "X-Own", "a"),
+]
+
+
+@pytest.mark.parametrize(("status", "reason", "name", "value"), UNSENDABLE)
+def test_a_response_that_no_server_sends_is_an_error_and_frees_the_key(
+    kind: str, status: int, reason: str, name: str, value: str
+) -> None:
+    def of_wsgi(_: Any, start_response: Any) -> Any:
+        code, text, headers = answers.pop(0)
+        start_response(f"{code} {text}", headers)
+        return [b""]
+
+    async def of_asgi(_: Any, __: Any, send: Any) -> None:
+        code, _, headers = answers.pop(0)
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers]
+        await send({"type": "http.response.start", "status": code, "headers": raw})
+        await send({"type": "http.response.body"})
+
+    if kind == "asgi" and reason != "OK":
+        pytest.skip("ASGI has no reason")
+    answers = [(status, reason, [*JSON, (name, value)]), (201, "Created", JSON)]
+    client: Client = asgi(of_asgi) if kind == "asgi" else wsgi(of_wsgi)
+    key = new_key()
+    with pytest.raises(ValueError, match="No server can send"):
+        client.ask(key)
+    assert [client.ask(key).replayed for _ in range(2)] == [False, True]
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------

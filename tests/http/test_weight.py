@@ -19,7 +19,8 @@ from tests.support.admin import make_app
 from tests.support.weight import calls
 
 #: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
-CEILINGS = {"first request": 176, "repetition": 141}
+#: Five of the first request look for headers that no server sends, before its key is settled.
+CEILINGS = {"first request": 181, "repetition": 144}
 
 
 @pytest.fixture

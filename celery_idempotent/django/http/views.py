@@ -33,7 +33,7 @@ from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.guard import Guard, RequestRun, to_the_end
 from celery_idempotent.http.options import METHODS, RequestFunction
 from celery_idempotent.http.requests import http_identity, read_key
-from celery_idempotent.records import HTTP_NAMESPACE
+from celery_idempotent.records import HTTP_NAMESPACE, Stored
 from celery_idempotent.stores import get_store
 
 #: A view function, or a method that handles requests.
@@ -180,7 +180,7 @@ class _Call(RequestRun):
         response: HttpResponseBase = response_of(found) if isinstance(found, Answer) else found
         return response if self.rest is None else self._finished(response)
 
-    def respond(self) -> HttpResponseBase:
+    def respond(self) -> Stored:
         """Call the view, and finish its response: its bytes are stored."""
         if not self.options.atomic:  # else its own transaction is open by now
             _refuse_open_transactions()
@@ -191,8 +191,7 @@ class _Call(RequestRun):
             refuse_returned(returned, self.guard.name)
         if not getattr(returned, "is_rendered", True):
             returned = returned.render()  # type: ignore[attr-defined]  # of a template
-        response: HttpResponseBase = returned
-        return self.kept(response, response.status_code)
+        return self.kept(returned, returned.status_code)
 
     def refusal(self, authorize: RequestFunction) -> HttpResponseBase | None:
         """Ask about the request and the URL's arguments."""
