@@ -94,9 +94,12 @@ def _target(request: Request) -> tuple[str, str, str]:
     if "headers" in request:
         query = request.get("query_string", b"").decode("latin-1")
         return request["method"], request["path"], query
-    raw = request.get("SCRIPT_NAME", "") + request.get("PATH_INFO", "")
-    path = raw.encode("latin-1").decode("utf-8", "surrogateescape")
+    path = _text(request, "SCRIPT_NAME") + _text(request, "PATH_INFO")
     return request["REQUEST_METHOD"], path, request.get("QUERY_STRING", "")
+
+
+def _text(environ: Request, name: str) -> str:
+    return str(environ.get(name, "")).encode("latin-1").decode("utf-8", "surrogateescape")
 
 
 def bearer_scope(request: Request) -> tuple[str, str] | None:
@@ -232,7 +235,10 @@ class Middleware:
     def guards(self, request: Request) -> bool:
         """Does this request need a key, or have one?"""
         options, (method, path, _) = self.options, _target(request)
-        if method not in options.methods or not path.startswith(options.paths):
+        # The path may have the prefix below which the application is mounted, and so may the option.
+        below = path.removeprefix(request.get("root_path") or _text(request, "SCRIPT_NAME"))
+        is_guarded = path.startswith(options.paths) or below.startswith(options.paths)
+        if method not in options.methods or not is_guarded:
             return False
         return options.required or read_header(request, KEY_HEADER) is not None
 

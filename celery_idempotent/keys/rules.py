@@ -46,6 +46,8 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
         text = _text(value)
         if text in ("", "[]"):
             raise ValueError("is empty")
+        if what == "scope" and _has_blank(value):
+            raise ValueError("has an empty part")
         if len(text) > MAX_CHARS:
             written = " as JSON" if text[0] in '["' else ""
             raise ValueError(f"has {len(text)} characters{written}, and {MAX_CHARS} are allowed")
@@ -54,6 +56,13 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
     except RecursionError:
         raise InvalidKey(f"The idempotency {what} of task {task} contains itself.") from None
     return text
+
+
+def _has_blank(scope: object) -> bool:
+    """Is a part of it empty? All whose part is empty would share their results."""
+    if isinstance(scope, (tuple, list)):
+        return not scope or any(map(_has_blank, scope))
+    return scope == ""
 
 
 def _text(value: object, *, nested: bool = False) -> str:

@@ -100,6 +100,8 @@ class Client:
     headers: dict[str, str] = field(default_factory=lambda: {"Authorization": "Bearer ann"})
     sent: list[bytes] = field(default_factory=list)
     gone: bool = False
+    #: The prefix below which the application is mounted.
+    root: str = ""
 
     def ask(
         self,
@@ -139,6 +141,7 @@ class AsgiClient(Client):
             "type": "http",
             "method": method,
             "path": path,
+            "root_path": self.root,
             "query_string": query.encode(),
             "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items()],
             "extensions": {"http.response.trailers": {}, "http.response.pathsend": {}, "tls": {}},
@@ -176,8 +179,8 @@ class WsgiClient(Client):
     ) -> Answer:
         environ: dict[str, Any] = {
             "REQUEST_METHOD": method,
-            "SCRIPT_NAME": "",
-            "PATH_INFO": path.encode().decode("latin-1"),
+            "SCRIPT_NAME": self.root.encode().decode("latin-1"),
+            "PATH_INFO": path.removeprefix(self.root).encode().decode("latin-1"),
             "QUERY_STRING": query,
             "wsgi.input": BytesIO(body),
         }

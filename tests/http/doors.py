@@ -24,7 +24,7 @@ from tests.support.proxy import Proxy
 from tests.support.servers import embedded_redis
 from tests.support.workers import child_environment
 
-__all__ = ["Door", "Doors", "Headers", "open_doors"]
+__all__ = ["Door", "Doors", "Headers", "make_door", "open_doors"]
 
 Headers = list[tuple[str, str]]
 
@@ -142,6 +142,10 @@ class Door:
         with self.connected(*request, **more) as wire:
             return wire.answer()
 
+    def close(self) -> None:
+        self.web.kill()
+        self.store.close()
+
     def until(self, ask: Callable[[], Answer], *, other_than: int) -> Answer:
         return self.web.until(ask, other_than=other_than)
 
@@ -173,18 +177,22 @@ class Doors:
 @contextlib.contextmanager
 def open_doors(factory: pytest.TempPathFactory) -> Iterator[Doors]:
     """Start all servers, and a Redis for them."""
-    command = [sys.executable, "-m", "tests.http.frameworks"]
     with embedded_redis() as redis, Proxy("127.0.0.1", redis.port) as proxy:
         doors = Doors(proxy, {})
         for name in DOORS:
-            directory = factory.mktemp(name)
-            env = child_environment({"STORE": f"{proxy.url()}?prefix={name}"})
-            store = open_store(f"{redis.url()}?prefix={name}")
-            doors.all[name] = Door(name, Web([*command, name], directory, env, "web"), store)
+            url = f"{redis.url()}?prefix={name}"
+            behind = f"{proxy.url()}?prefix={name}"
+            doors.all[name] = make_door(name, factory.mktemp(name), url, STORE=behind)
         try:
             doors.each(lambda door: door.web.start())
             yield doors
         finally:
             for door in doors.all.values():
-                door.web.kill()
-                door.store.close()
+                door.close()
+
+
+def make_door(name: str, directory: Path, url: str, **env: str) -> Door:
+    """Return a server that is not started yet, with records in the store with this URL."""
+    command = [sys.executable, "-m", "tests.http.frameworks", name]
+    web = Web(command, directory, child_environment({"STORE": url, **env}), "web")
+    return Door(name, web, open_store(url))

@@ -166,9 +166,8 @@ def django_asgi() -> Any:
 
 def guard(kind: str, app: Any) -> Any:
     module: Any = __import__(f"celery_idempotent.{kind}", fromlist=["*"])
-    return module.IdempotencyMiddleware(
-        app, store=os.environ["STORE"], scope=bearer_scope, methods=("POST", "PUT"), **options()
-    )
+    given = {**options(), "methods": ("POST", "PUT"), "paths": os.environ.get("PATHS", "/").split()}
+    return module.IdempotencyMiddleware(app, store=os.environ["STORE"], scope=bearer_scope, **given)
 
 
 def fastapi() -> Any:

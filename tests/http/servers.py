@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -49,7 +50,8 @@ def gunicorn(load: Load, *, threads: int = 16) -> None:
 def uvicorn(load: Load) -> None:
     import uvicorn
 
-    config = uvicorn.Config(load(), lifespan="off", log_level="info")
+    root = os.environ.get("SCRIPT_NAME", "")  # which gunicorn reads, too
+    config = uvicorn.Config(load(), lifespan="off", log_level="info", root_path=root)
     uvicorn.Server(config).run([listening()])
 
 

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 
 from celery_idempotent.records import State
-from tests.http.doors import Door, Doors, open_doors
+from tests.http.doors import Door, Doors, make_door, open_doors
 from tests.http.frameworks import DOORS, PIECES
 from tests.http.sites import Answer, at_once, new_key
 from tests.support.paths import ROOT
@@ -263,6 +264,22 @@ def test_work_after_the_response_comes_after_the_record(door: Door, key: str) ->
     door.file("go", key).touch()
     wait_for(door.file("done", key).exists, 30)
     assert door.ask(key, "/later/x").replayed
+
+
+@pytest.mark.parametrize("name", ["fastapi", "flask"])
+def test_below_a_prefix_of_the_server_the_same_paths_are_guarded(
+    name: str, redis_url: str, prefix: str, tmp_path: Path, key: str
+) -> None:
+    url = f"{redis_url}?prefix={prefix}"
+    door = make_door(name, tmp_path, url, SCRIPT_NAME="/api", PATHS="/plain")
+    # A proxy in front of uvicorn cuts the prefix off, one in front of gunicorn does not.
+    path = "/plain/x" if name == "fastapi" else "/api/plain/x"
+    try:
+        door.web.start()
+        assert door.ask(None, path).problem() == (400, "idempotency_key_missing")
+        assert [door.ask(key, path).replayed for _ in range(2)] == [False, True]
+    finally:
+        door.close()
 
 
 # Trouble, at all doors at once ---------------------------------------------------------------------------------------

@@ -107,6 +107,37 @@ def test_other_methods_and_paths_run_unguarded(kind: str, shop: Shop) -> None:
     assert len(shop.runs) == 3
 
 
+@pytest.mark.parametrize(
+    ("root", "path", "guarded", "status"),
+    [
+        ("/apì", "/apì/pay", "/pay", 400),
+        ("/apì", "/apì/pay", "/apì/pay", 400),
+        ("/apì", "/apì/other", "/pay", 201),
+        ("/apì", "/pay", "/pay", 400),  # servers of ASGI leave the prefix out, or not
+        ("/apì", "/other", "/pay", 201),
+        ("", "/apì/pay", "/pay", 201),
+    ],
+)
+def test_paths_match_with_and_without_the_prefix_of_the_application(
+    kind: str, shop: Shop, root: str, path: str, guarded: str, status: int
+) -> None:
+    client = open_client(kind, shop, paths=(guarded,))
+    client.root = root
+    assert client.ask(None, path=path).status == status
+
+
+def test_an_application_that_starlette_mounts_is_guarded(shop: Shop) -> None:
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    client = open_client("asgi", shop, paths=("/pay",))
+    client.app = Starlette(routes=[Mount("/api", client.app)])
+    assert client.ask(None, path="/api/pay").code == (400, "idempotency_key_missing")
+    assert client.ask(None, path="/api/other").status == 201
+    key = new_key()
+    assert [client.ask(key, path="/api/pay").replayed for _ in range(2)] == [False, True]
+
+
 def test_a_status_that_no_standard_names_is_repeated(client: Any, shop: Shop) -> None:
     shop.answer = lambda _: (299, JSON, [b"{}"])
     key = new_key()

@@ -316,7 +316,8 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
     scopes += [http_identity("http", scope, "k").scope for scope in (1, "1", ("session", "1"))]
     assert len(set(scopes)) == len(scopes)
     request.user = SimpleNamespace(pk=None, is_authenticated=False)
-    for given in ({}, {"scope": lambda _: None}, {"scope": session_scope}):
+    blank = {"scope": lambda _: ("tenant", "")}
+    for given in ({}, {"scope": lambda _: None}, {"scope": session_scope}, blank):
         with pytest.raises(RequestRefused):
             http_identity("http", caller_scope(request, http_options(given)), "k")
 

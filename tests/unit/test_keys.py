@@ -792,7 +792,7 @@ def test_a_scope_comes_from_the_arguments(rule: Any, scope: str):
     assert identify(charge, ("o-1", 5), scope=rule, call_scope=7).identity.scope == "7"
 
 
-@pytest.mark.parametrize("scope", ["", False, 1.5])
+@pytest.mark.parametrize("scope", ["", False, 1.5, ("t", ""), ("t", ()), ("t", ("", 1))])
 def test_a_bad_scope_is_refused(scope: Any):
     with pytest.raises(InvalidOption, match="idempotency_scope"):
         identifier(scope=ALL_ARGUMENTS)
