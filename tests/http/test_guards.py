@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from django.utils.decorators import method_decorator
 from django.views import View
 
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
-from celery_idempotent.django.http import idempotent_view
+from celery_idempotent.django.http import idempotent_view, session_scope
 from celery_idempotent.http.status import describe
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import get_store
@@ -145,6 +146,35 @@ def test_users_of_two_tenants_with_one_primary_key_are_two_callers(
         assert (answer.status_code, answer.content.decode()) == (201, tenant)
         assert answer.get("Idempotent-Replayed") == ("true" if number > 1 else None)
     assert sold == ["a", "b"]
+
+
+@override_settings(SESSION_ENGINE="django.contrib.sessions.backends.cache")
+def test_a_visitor_whose_session_the_next_attempt_does_not_have_is_refused(factory: Any) -> None:
+    """It begins with the request, or its view ends it: the new cookie is in an answer that is lost."""
+    from django.contrib.sessions.middleware import SessionMiddleware
+
+    def begin(request: Any) -> HttpResponse:
+        request.session.create()
+        return pay(request) if request.method == "POST" else HttpResponse()
+
+    @idempotent_view(scope=session_scope)
+    def pay(request: Any) -> HttpResponse:
+        runs.append(request.session.session_key)
+        request.session.cycle_key()
+        return HttpResponse()
+
+    def ask(view: Any, request: Any) -> Any:
+        request.COOKIES |= cookies
+        return SessionMiddleware(view)(request)
+
+    runs: list[str] = []
+    cookies: dict[str, str] = {}
+    post = partial(factory.post, "/", HTTP_IDEMPOTENCY_KEY="k")
+    assert [ask(view, post()).status_code for view in (pay, pay, begin)] == [403, 403, 403]
+    page = ask(begin, factory.get("/"))
+    cookies["sessionid"] = page.cookies["sessionid"].value
+    assert [ask(pay, post()).status_code for _ in range(3)] == [200, 403, 403]
+    assert runs == [cookies["sessionid"]]
 
 
 # Views that cannot be guarded, and views with habits -----------------------------------------------------------------

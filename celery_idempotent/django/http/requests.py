@@ -63,16 +63,15 @@ def session_scope(request: HttpRequest) -> tuple[object, ...]:
     """Return the scope of the user, or of the session of a visitor who is not logged in: ``scope=session_scope``.
 
     Raises:
-        RequestRefused: ``caller_unknown``, without a session that the server keeps.
+        RequestRefused: ``caller_unknown``, if the request did not come with a session that the server keeps.
     """
     if (scope := _scope_of_user(request)) is not None:
         return scope
     session: Any = getattr(request, "session", None)
-    if session is not None and not session.session_key:
-        session.save()  # gives it its key
-    key = session and session.session_key
-    # Signed cookies keep no session: their "key" is all its content, and changes with it.
-    if not key or not session.exists(key):
+    key, sent = session and session.session_key, request.COOKIES.get(settings.SESSION_COOKIE_NAME)
+    # If this answer is lost, the next attempt does not have the key of a session that begins now. Signed cookies keep
+    # none: their "key" is all its content, and changes with it.
+    if not key or key != sent or not session.exists(key):
         raise RequestRefused("caller_unknown", "There is no session that identifies the caller.")
     # A digest: who reads records must not be able to take over sessions.
     return (*tenant_scope(), "session", hashlib.sha256(key.encode()).hexdigest())
