@@ -75,7 +75,7 @@ def test_a_transaction_that_was_idle_for_too_long_is_a_lost_session(
     ("vendor", "code"),
     [
         *(("postgresql", code) for code in ("25P03", "25P04", "57P05", "57P01", "08006")),
-        *(("mysql", code) for code in (2006, 2013, 4031)),
+        *(("mysql", code) for code in (1153, 1290, 2006, 2013, 4031)),
     ],
 )
 def test_what_ends_a_session_is_known_by_its_code(vendor: str, code: Any):

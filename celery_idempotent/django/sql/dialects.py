@@ -90,8 +90,9 @@ _DIALECTS = {
         now_us="timestampdiff(microsecond, '1970-01-01', utc_timestamp(6))",
         running="is_used_lock(concat('celery_idempotent:', hex(r.digest), r.token)) IS NOT NULL",
         conflict="1020|1213",
-        # 1927: killed; 4031: idle for too long.
-        lost="0$|1927|20(02|03|06|13|14|55)|4031",
+        # 1153: closed for a packet that is too large; 1290: read_only, as on a former primary; 1927: killed; 4031: idle
+        # for too long.
+        lost="0$|1153|1290|1927|20(02|03|06|13|14|55)|4031",
         misconfigured="10(44|45|49)|11(42|46|53)",
         or_nothing="",
         raise_mark=(
