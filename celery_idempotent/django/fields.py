@@ -25,9 +25,9 @@ class ShortBinaryField(models.BinaryField):  # type: ignore[type-arg]  # generic
 
 
 class UnfinishedIndex(models.Index):
-    """Of keys that a sweep or an operator may have to act on: few, so a sweep reads all of it.
+    """Of keys that a sweep or an operator may have to act on, by their state: a sweep reads no failure.
 
-    A renewal changes nothing in it. MySQL and MariaDB have no partial index: there the state comes first.
+    A renewal changes nothing in it. MySQL and MariaDB have no partial index: there it is of all keys.
     """
 
     def create_sql(
@@ -41,12 +41,12 @@ class UnfinishedIndex(models.Index):
         if not schema_editor.connection.features.supports_partial_indexes:
             return super().create_sql(model, schema_editor, using, **kwargs)
         condition = models.Q(state__in=["Q", "P", "I", "F"])
-        partial = models.Index(fields=["token"], name=self.name, condition=condition)
+        partial = models.Index(fields=self.fields, name=self.name, condition=condition)
         return partial.create_sql(model, schema_editor, using, **kwargs)
 
 
 class NowMs(models.Expression):
-    """Milliseconds since the epoch by the database's clock, when the statement runs."""
+    """Milliseconds since the epoch by the database's clock, when the statement begins."""
 
     output_field = models.BigIntegerField()
 
@@ -56,4 +56,4 @@ class NowMs(models.Expression):
         connection: BaseDatabaseWrapper,
     ) -> tuple[str, list[str | int]]:
         """Return the SQL of this vendor."""
-        return dialect_of(connection.vendor).now_ms, []
+        return dialect_of(connection.vendor).moment_ms, []

@@ -172,11 +172,11 @@ class DjangoStore(Store):
 
     @in_session
     def _due(self, session: Session, limit: int) -> Sequence[Identity]:
-        """Of the index of unfinished keys all is read, up to the limit."""
+        """Of the index all that is PROCESSING or QUEUED is read, up to the limit."""
         now, key = session.dialect.now_ms, session.dialect.key
         found = session.rows(
-            f"SELECT namespace, scope, {key} FROM celery_idempotent_record WHERE {UNFINISHED}"
-            f" AND state IN ('P', 'Q') AND due_ms <= {now} AND expires_ms > {now} LIMIT %s",
+            f"SELECT namespace, scope, {key} FROM celery_idempotent_record WHERE state IN ('P', 'Q')"
+            f" AND {UNFINISHED} AND due_ms <= {now} AND expires_ms > {now} LIMIT %s",
             (limit,),
         )
         return [Identity(namespace=name, scope=scope, key=each) for name, scope, each in found]
@@ -202,7 +202,8 @@ class DjangoStore(Store):
         dialect, now = session.dialect, session.dialect.now_ms
         # Not what is within its transaction, however long ago its lease was.
         found = session.rows(
-            f"SELECT digest, token, expires_ms > {now} FROM celery_idempotent_record r WHERE prune_ms <= {now}"
+            f"SELECT digest, token, expires_ms > {now} FROM celery_idempotent_record r"
+            f" WHERE prune_ms <= {dialect.moment_ms}"
             f" AND NOT (state = 'P' AND expires_ms <= {now} AND {dialect.running}) ORDER BY prune_ms LIMIT %s",
             (batch,),
         )
@@ -259,11 +260,13 @@ class DjangoStore(Store):
         Raises:
             ValueError: for a cursor of another order.
         """
-        kind, order, where = (
-            ("k", "prune_ms", "0 = 0") if selection.scans else ("n", "token", UNFINISHED)
-        )
+        kind, order = ("k", "prune_ms") if selection.scans else ("n", "token")
         place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
-        letters = {LETTERS[state] for state in selection.wanted}
+        letters = sorted(LETTERS[state] for state in selection.wanted)
+        # A stretch of each state: failures, of which there may be many, hide no others.
+        where = [f"state = '{each}' AND {UNFINISHED}" for each in letters]
+        if selection.scans:
+            where = ["0 = 0"]
         now_ms, found, looked = _now_ms(session), list[Record](), 0
         while len(found) < limit and looked < look_at:
             batch = min(look_at - looked, max(4 * limit, 100))
@@ -382,7 +385,7 @@ def _now_ms(session: Session) -> int:
 
 
 def _stretch(
-    session: Session, order: str, where: str, place: tuple[int, ...] | None, batch: int
+    session: Session, order: str, where: Sequence[str], place: tuple[int, ...] | None, batch: int
 ) -> Sequence[tuple[Any, ...]]:
     after, params = "", tuple[object, ...]()
     if place is not None:
@@ -390,10 +393,15 @@ def _stretch(
         # The number of a made-up cursor may be too large for a digest.
         name = (place[1] % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big")
         params = (place[0], place[0], name)
+    columns = f"{order} AS place, digest, namespace, scope, {session.dialect.key}, {_SUMMARY}"
+    parts = [
+        f"SELECT * FROM (SELECT {columns} FROM celery_idempotent_record WHERE {each}{after}"
+        f" ORDER BY {order} DESC, digest DESC LIMIT %s) AS part"
+        for each in where
+    ]
     return session.rows(
-        f"SELECT {order}, digest, namespace, scope, {session.dialect.key}, {_SUMMARY} FROM celery_idempotent_record"
-        f" WHERE {where}{after} ORDER BY {order} DESC, digest DESC LIMIT %s",
-        (*params, batch),
+        f"{' UNION ALL '.join(parts)} ORDER BY 1 DESC, 2 DESC LIMIT %s",
+        (*(*params, batch) * len(parts), batch),
     )
 
 

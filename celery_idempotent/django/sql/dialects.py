@@ -65,6 +65,11 @@ class Dialect:
         """The time in milliseconds."""
         return f"({self.now_us} {self.div} 1000)"
 
+    @property
+    def moment_ms(self) -> str:
+        """The same, read once for a statement: an index of PostgreSQL is not searched by what may change within it."""
+        return f"(SELECT {self.now_ms})"
+
 
 _DIALECTS = {
     "postgresql": Dialect(
