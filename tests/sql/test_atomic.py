@@ -221,6 +221,22 @@ def test_a_task_that_ends_its_transaction_itself_is_told(store: DjangoStore, end
     assert found.state is State.PROCESSING
 
 
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [("SET TRANSACTION READ ONLY", "is read-only"), ("SET LOCAL ROLE pg_monitor", "its log says")],
+)
+def test_a_task_that_takes_the_right_to_write_from_itself_is_told(
+    open_atomic: Callable[..., DjangoStore], statement: str, problem: str
+):
+    """No other try would help."""
+    store = open_atomic("postgresql")
+    record = claimed(store)
+    with pytest.raises(StoreMisconfigured, match=problem), store.transaction(record) as run:
+        execute(store.alias, statement)
+        settle(run)
+    assert store.release(KEY, token=record.token)
+
+
 def test_a_statement_that_commits_by_itself_is_noticed(open_atomic: Callable[..., DjangoStore]):
     store = open_atomic("mariadb")
     record = claimed(store)

@@ -10,14 +10,16 @@ from celery import Celery
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.checks import check_settings
-from celery_idempotent.errors import InvalidOption
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 
 pytest.importorskip("django")
 
 from django.test import override_settings
 
-from celery_idempotent.django.store import open_django
+from celery_idempotent.django.store import DjangoStore, open_django
 from tests.sql import databases
+from tests.sql.databases import execute
+from tests.sql.verbs import claim
 
 
 @pytest.mark.parametrize("vendor", databases.VENDORS)
@@ -25,6 +27,43 @@ def test_a_database_without_autocommit_is_refused(use_database: Callable[..., st
     alias = use_database(vendor, AUTOCOMMIT=False)
     with pytest.raises(InvalidOption, match="leave AUTOCOMMIT on"):
         open_django(f"django://{alias}")
+
+
+READ_ONLY = {
+    "postgresql": {"options": "-c default_transaction_read_only=on"},
+    "mariadb": {"init_command": "SET SESSION TRANSACTION READ ONLY"},
+}
+
+
+@pytest.mark.parametrize("vendor", READ_ONLY)
+def test_a_role_that_may_only_read_is_a_matter_of_settings(
+    use_database: Callable[..., str], vendor: str
+):
+    use_database(vendor)  # empties it
+    store = DjangoStore(use_database(vendor, options=READ_ONLY[vendor]))
+    with pytest.raises(StoreMisconfigured, match="is read-only"):
+        claim(store)
+    store.close()
+
+
+def test_a_standby_is_away_for_it_is_the_former_primary_or_the_next_one(
+    use_database: Callable[..., str],
+):
+    """Each try is made on a new connection, which may lead to the new primary."""
+    writer = use_database("postgresql")
+    options = f"{READ_ONLY['postgresql']['options']} -c search_path=standby,public,pg_catalog"
+    execute(writer, "CREATE SCHEMA standby")
+    try:
+        execute(
+            writer,
+            "CREATE FUNCTION standby.pg_is_in_recovery() RETURNS bool LANGUAGE sql AS 'SELECT true'",
+        )
+        store = DjangoStore(use_database("postgresql", options={"options": options}))
+        with pytest.raises(StoreUnavailable, match="standby"):
+            claim(store)
+        assert store.connections._idle == []
+    finally:
+        execute(writer, "DROP SCHEMA standby CASCADE")
 
 
 class Router:

@@ -32,7 +32,7 @@ from django.db.transaction import Atomic
 
 from celery_idempotent import backoff
 from celery_idempotent.django.sql.connections import Connections, Session
-from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, error_code, kind
+from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, READ_ONLY, error_code, kind
 from celery_idempotent.django.sql.rows import OPEN, RowSnapshot, digest, settle_claim
 from celery_idempotent.django.transactions import is_testcase
 from celery_idempotent.errors import (
@@ -57,8 +57,6 @@ _CHECK_MS = 5_000
 
 #: An earlier error broke the transaction; the savepoint is gone: in another transaction, in none; MySQL.
 _ENDED = ("25P02", "3B001", "25P01", 1305)
-#: A write in a read-only transaction.
-_READ_ONLY = "25006"
 
 
 class SessionLost(OperationalError):
@@ -193,7 +191,7 @@ class ClaimTransaction:
         try:
             yield
         except Error as error:
-            if error_code(error) != _READ_ONLY:
+            if error_code(error) not in READ_ONLY:
                 raise
             raise IdempotencyError(
                 "a step of an idempotency_atomic task may not write to the database of its transaction: it is not done"
@@ -261,6 +259,7 @@ class ClaimTransaction:
 
         Raises:
             TransactionEnded: if the task committed, rolled back or broke the transaction.
+            StoreMisconfigured: if it may not write the record, by a role or a READ ONLY that the task has set.
             StoreUnavailable: if the record could not be reached: roll back, and try again.
             Error: what befell the transaction as a whole, a serialization failure for instance.
         """
@@ -289,6 +288,8 @@ class ClaimTransaction:
                 raise SessionLost from error
             if error_code(error) in _ENDED or "no such savepoint" in str(error):
                 raise TransactionEnded from error
+            if trouble == "misconfigured":
+                raise self._connections.trouble(error) from error
             raise StoreUnavailable(
                 f"the record of {identity} could not be settled in the task's transaction"
                 f" ({type(error).__name__})"

@@ -26,12 +26,19 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, connections
+from django.db import Error, OperationalError, connections
 from django.db.transaction import atomic
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect_of, error_code, kind
+from celery_idempotent.django.sql.dialects import (
+    READ_ONLY,
+    Dialect,
+    Kind,
+    dialect_of,
+    error_code,
+    kind,
+)
 from celery_idempotent.django.transactions import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
@@ -229,6 +236,8 @@ class Connections:
             hint = "its log says why"
             if error_code(error) in _NO_TABLE or "no such table" in str(error):
                 hint = "put celery_idempotent.django in INSTALLED_APPS and run manage.py migrate"
+            elif error_code(error) in READ_ONLY:
+                hint = "the transaction is read-only: turn off default_transaction_read_only, and set no READ ONLY"
             return StoreMisconfigured(
                 f"{where} refused a statement ({type(error).__name__}): {hint}"
             )
@@ -274,6 +283,10 @@ class Connections:
                 is_reusable = True
                 raise
             except Error as error:
+                read_only = error_code(error) == READ_ONLY[0]
+                if read_only and session.rows("SELECT pg_is_in_recovery()")[0][0]:
+                    # Lost: the next connection may lead to the server that is the primary by now.
+                    raise OperationalError("it is a standby") from error
                 # Any other exception may come out of a signal handler, in the middle of an exchange with the server.
                 is_reusable = kind(error, session.dialect.vendor) != "lost"
                 raise

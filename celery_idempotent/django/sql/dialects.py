@@ -25,6 +25,9 @@ Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "unavailable"]
 #: The rows of the table of marks: the largest token of the rows that were deleted, and when the last sweep ended.
 TOKENS, SWEPT = 1, 2
 
+#: A write in a read-only transaction, on PostgreSQL also one on a standby server.
+READ_ONLY = ("25006", 1792)
+
 #: The lock of a claim's run on PostgreSQL, for a row ``r``.
 POSTGRESQL_LOCK = "('x' || encode(substr(r.digest, 1, 8), 'hex'))::bit(64)::bigint # r.token"
 
@@ -80,7 +83,7 @@ _DIALECTS = {
         conflict="40001|40P01",
         # Loss of the connection, shutdown, idle for too long; a prepared statement that a pooler or a migration took.
         lost="08|57P|25P03|25P04|26000|42P05|0A000",
-        misconfigured="28|3D|42",
+        misconfigured="25006|28|3D|42",
         bounds={
             "connect_timeout": 5,
             "tcp_user_timeout": 20_000,
@@ -98,7 +101,7 @@ _DIALECTS = {
         # 1153: closed for a packet that is too large; 1290: read_only, as on a former primary; 1927: killed; 4031: idle
         # for too long.
         lost="0$|1153|1290|1927|20(02|03|06|13|14|55)|4031",
-        misconfigured="10(44|45|49)|11(42|46|53)",
+        misconfigured="10(44|45|49)|11(42|46|53)|1792",
         or_nothing="",
         raise_mark=(
             "INSERT INTO celery_idempotent_mark (id, value) VALUES (%s, %s)"
