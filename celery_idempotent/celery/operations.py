@@ -21,8 +21,9 @@ from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.signals import Details, Line, printable, worker_name
+from celery_idempotent.signals import Call, Details, Line, printable, worker_name
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.fields import Unreadable
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
@@ -191,11 +192,23 @@ def operate(
 def operate_or_raise(app: AnyCelery, identity: Identity, request: OperationRequest) -> bool:
     """Operate on the record of a key, whatever its token; ``False`` if it does not apply.
 
+    A forced ``forget`` also deletes a record that cannot be read.
+
     Raises:
         InProgress: if a live owner holds the key, and this is not forced.
         ValueError, StoreUnavailable: as :func:`operate`.
     """
     store, operation = get_store(app), request.operation
+    if operation == "forget" and request.force:
+        try:
+            store.get(identity)
+        except Unreadable:
+            if not store.discard(identity):
+                return False
+            call = Call(name=identity.namespace, sender=None, store=store, identity=identity)
+            signals.report(call, signals.forgotten, who=request.who, reason=request.reason)
+            _audit(identity, request, Outcome.DONE, live=False)
+            return True
     while (record := store.get(identity)) and OPERATIONS[operation].applies(record):
         outcome = operate(app, identity, request, token=record.token, state=record.state)
         if outcome is Outcome.LIVE:

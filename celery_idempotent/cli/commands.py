@@ -33,6 +33,7 @@ from celery_idempotent.celery.operations import OPERATIONS, Operation, Operation
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.records import Record, Selection
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.fields import Unreadable
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -388,6 +389,14 @@ def _operate(app: Celery, operation: Operation, **options: Any) -> None:
             request = replace(request, value=stored)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    except Unreadable as error:
+        if not (is_one and given.force and operation == "forget"):
+            raise
+        _note(f"{error}.")
+        if not given.yes:
+            click.confirm("Forget it?", abort=True, err=True)
+        done = operations.operate_or_raise(app, error.identity, request)
+        raise Exit(0 if done else FOUND) from None
     if given.dry_run:
         return
     if not chosen:

@@ -61,7 +61,7 @@ class Cache:
         if not entry or entry == b"T" or left_ms < 0:
             return None
         try:
-            record = unpack(identity, entry[_AGE_BYTES:]).record
+            record = unpack(self._keys, identity, entry[_AGE_BYTES:]).record
         except StoreMisconfigured:
             return None
         age_ms = int.from_bytes(entry[:_AGE_BYTES], "big") - left_ms
@@ -155,6 +155,11 @@ class CachingStore(Store):
         """Delete the record, with ``token`` and ``state`` only if it has these; needs the cache."""
         with self._buried(identity):
             return super().forget(identity, token=token, state=state)
+
+    def discard(self, identity: Identity) -> bool:
+        """Delete the record, also one that cannot be read; needs the cache."""
+        with self._buried(identity):
+            return super().discard(identity)
 
     def forget_mark(self, identity: Identity, *, token: int) -> None:
         """Forget what a run without retention left, also without the cache: its copies answer no other task."""

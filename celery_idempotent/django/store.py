@@ -181,6 +181,15 @@ class DjangoStore(Store):
         )
         return [Identity(namespace=name, scope=scope, key=each) for name, scope, each in found]
 
+    @in_session
+    def discard(self, session: Session, identity: Identity) -> bool:
+        """Delete a row, also one that cannot be read."""
+        name = (digest(identity),)
+        whose = "celery_idempotent_record WHERE digest = %s"
+        for (token,) in session.rows(f"SELECT token FROM {whose}", name):
+            session.execute(session.dialect.raise_mark, (TOKENS, token))
+        return session.execute(f"DELETE FROM {whose}", name) == 1
+
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention, in batches, found by the time when they were expected to be.
 

@@ -6,13 +6,14 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent import records
 from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State, Stored
 from celery_idempotent.stores import table
+from celery_idempotent.stores.fields import Unreadable
 from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
 
 if TYPE_CHECKING:
@@ -228,7 +229,9 @@ class Store(ABC):
         return self._ask("renew", each.identity, args)
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterable[Record | None]:
-        return [self._at(each, lambda snapshot: self._sweep(snapshot, requeue_ms)) for each in due]
+        for each in due:
+            with suppress(Unreadable):  # left to the newer version that wrote it
+                yield self._at(each, lambda snapshot: self._sweep(snapshot, requeue_ms))
 
     def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
         requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
@@ -257,6 +260,10 @@ class Store(ABC):
         """Delete up to ``limit`` records past their retention; return how many."""
 
     # -- optional --
+
+    def discard(self, identity: Identity) -> bool:
+        """Delete a record, also one that cannot be read; ``False`` if there was none."""
+        return self.forget(identity)
 
     def close(self) -> None:  # noqa: B027
         """Close connections; the store may be used again afterwards."""

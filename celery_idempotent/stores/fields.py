@@ -12,17 +12,13 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores.table import StoredRecord
 
 #: The letter that is stored for each state, for ever; databases have a letter more, django/sql/rows.py.
-LETTERS = {
-    State.QUEUED: "Q",
-    State.PROCESSING: "P",
-    State.INTERRUPTED: "I",
-    State.COMPLETED: "C",
-    State.FAILED: "F",
-}
+_LETTERS = {"QUEUED": "Q", "PROCESSING": "P", "INTERRUPTED": "I", "COMPLETED": "C", "FAILED": "F"}
+LETTERS = {state: _LETTERS[state.name] for state in State}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
 _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
@@ -37,6 +33,22 @@ _LINES = {
 }
 Steps = Sequence[tuple[str, Stored]]
 _from_json = json.JSONDecoder().decode
+
+
+class Unreadable(StoreMisconfigured):
+    """A record is damaged, or another version wrote it."""
+
+    identity: Identity
+
+    @classmethod
+    def at(cls, identity: Identity, place: str) -> Unreadable:
+        """Return the error, which says where the record is."""
+        error = cls(
+            f"the record of {identity} ({place}) cannot be read: it is damaged, or an older or a newer version of"
+            " celery-idempotent wrote it. Upgrade this one; if it is the newest, `forget --force` deletes the record"
+        )
+        error.identity = identity
+        return error
 
 
 class FieldCodec:

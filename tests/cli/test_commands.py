@@ -16,9 +16,10 @@ from click.testing import CliRunner, Result
 from celery_idempotent import signals
 from celery_idempotent.celery import finding, sweep
 from celery_idempotent.cli import commands, idempotency
-from celery_idempotent.errors import StoreUnavailable, TooManyCrashes
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable, TooManyCrashes
 from celery_idempotent.records import ReserveRequest, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.redis.store import RedisStore
 from tests.support.admin import TASK, claim, identity, make_app, settle, value
 
 DECLINED = value(
@@ -428,6 +429,31 @@ def test_wrong_usage_is_exit_code_2(run, words):
     result = run(*words.split())
     assert result.exit_code == 2, result.output
     assert "Usage:" in result.stderr
+
+
+@pytest.mark.redis
+def test_only_a_forced_forget_deletes_a_record_that_cannot_be_read(
+    redis_url, prefix, redis_client, forgotten
+):
+    store = RedisStore(redis_url, prefix=prefix)
+    app, name = make_app(store), store._keys.of_record(identity("order-17"))[0]
+    redis_client.set(name, b"damaged", ex=60)
+    words, force = ["forget", "order-17"], ["--force", "--reason", "damaged"]
+    for code, given, said in ((3, [], "y\n"), (1, force, "n\n"), (0, force, "y\n")):
+        assert redis_client.exists(name)
+        args, obj = [*words, *given], SimpleNamespace(app=app)
+        result = CliRunner().invoke(idempotency, args, obj=obj, input=said)
+        assert (result.exit_code, name.decode() in result.output) == (code, True)
+        assert ("Forget it?" in result.output) is bool(given)
+    assert not redis_client.exists(name)
+    redis_client.set(name, b"damaged", ex=60)
+    with pytest.raises(StoreMisconfigured, match="forget --force"):
+        app.tasks[TASK].idempotency_forget("order-17")
+    assert app.tasks[TASK].idempotency_forget("order-17", force=True, reason="damaged")
+    assert [(event.identity.key, event.reason) for event in forgotten] == [
+        ("order-17", "damaged")
+    ] * 2
+    store.close()
 
 
 @pytest.mark.parametrize(

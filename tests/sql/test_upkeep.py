@@ -24,7 +24,7 @@ pytest.importorskip("django")
 from django.db import connections
 
 from celery_idempotent.django import store as django_store
-from celery_idempotent.django.sql.rows import RowSnapshot
+from celery_idempotent.django.sql.rows import RowSnapshot, digest
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
@@ -156,11 +156,18 @@ def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
 def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(store: DjangoStore):
     from celery_idempotent.errors import StoreMisconfigured
 
-    claimed(store)
-    execute(store.alias, "UPDATE celery_idempotent_record SET state = 'X'")
+    record, stale = claimed(store, lease_ms=1), claimed(store, verbs.named("stale"), lease_ms=1)
+    changes, later = "data = '[', token = token + 1000000000", record.token + 1_000_000_000
+    where = f"WHERE token = {record.token}"
+    execute(store.alias, f"UPDATE celery_idempotent_record SET {changes} {where}")
+    wait_for(lambda: store.stats().stale == 2, what="the end of the leases")
     connections[store.alias].close()
-    with pytest.raises(StoreMisconfigured, match="newer version"):
+    with pytest.raises(StoreMisconfigured, match=f"{digest(KEY).hex()}.*newer version"):
         store.get(KEY)
+    # A sweep leaves it alone, and goes on.
+    assert [each.identity for each in store.sweep(limit=10).interrupted] == [stale.identity]
+    assert [store.discard(KEY) for _ in range(2)] == [True, False]
+    assert claimed(store).token > later
 
 
 def test_a_forged_digest_is_noticed(store: DjangoStore):

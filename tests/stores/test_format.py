@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from datetime import timedelta, timezone
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +14,13 @@ from celery_idempotent.celery.story import iso
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores.fields import LETTERS
-from celery_idempotent.stores.redis.format import HEAD, pack, unpack
+from celery_idempotent.stores.redis import format as layout
+from celery_idempotent.stores.redis.format import HEAD, pack
 from celery_idempotent.stores.table import StoredRecord
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")
+unpack = partial(layout.unpack, layout.Keyspace("idem"))
 values = st.builds(
     Stored,
     content_type=st.sampled_from(["application/json", "application/data", ""]) | texts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from typing import Any
 
@@ -212,9 +213,9 @@ def test_a_flushed_high_water_mark_is_made_good_by_the_record_itself(
     ("which", "there"),
     [
         # The first layout spread its records over 1,024 buckets.
-        ("an older layout", "ZADD {256}!leases 1 !"),
-        ("an older layout", "ZADD {1023}!leases 1 !"),
-        ("the layout 2", "SET {0}!layout 2"),
+        ("layout 0", "ZADD {256}!leases 1 !"),
+        ("layout 0", "ZADD {1023}!leases 1 !"),
+        ("layout 2", "SET {0}!layout 2"),
     ],
 )
 def test_no_verb_begins_beside_records_that_it_would_not_find(prefix, request, where, which, there):
@@ -269,12 +270,16 @@ def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, na
         lambda: redis_store.release(KEY, token=record.token),
         lambda: redis_store.forget(KEY),
     ):
-        with pytest.raises(StoreMisconfigured, match="newer version"):
+        with pytest.raises(
+            StoreMisconfigured, match=f"{re.escape(names[0].decode())}.*newer version"
+        ):
             verb()
     redis_client.zadd(names[1], {names[0]: 1})
     report = redis_store.sweep(limit=10)
     assert (report.interrupted, report.requeued) == ((), ())
     assert redis_client.get(names[0]) == foreign
+    assert [redis_store.discard(KEY) for _ in range(2)] == [True, False]
+    assert (redis_client.exists(names[0]), indexes(redis_client, names)) == (0, ({}, {}))
 
 
 def test_a_key_of_somebody_else_is_a_misconfiguration(redis_store, redis_client, names):

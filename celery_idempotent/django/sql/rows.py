@@ -17,7 +17,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.serializers import log_not_kept
 from celery_idempotent.stores import table
-from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec
+from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec, Unreadable
 from celery_idempotent.stores.table import StoredRecord, VerbArguments, after, decide
 
 #: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
@@ -97,7 +97,7 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
     """Return the record of a row with :data:`COLUMNS`.
 
     Raises:
-        StoreMisconfigured: if a newer version wrote it.
+        Unreadable: if it is damaged, or a newer version wrote it.
     """
     columns = dict(zip(COLUMNS, row, strict=True))
     letter, data, value, expires_ms, _ = map(
@@ -108,12 +108,10 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
         rest = _CODEC.decode((data or "").encode(), body)
         rest.update({name: bytes.fromhex(rest[name]) for name in _IDS if name in rest})
         attempt, requeues = rest.pop("attempt", b""), rest.pop("requeues", 0)
+        record = Record(identity=identity, state=state, **columns, **rest)
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreMisconfigured(
-            f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent: upgrade"
-            " this one"
-        ) from error
-    record = Record(identity=identity, state=state, **columns, **rest)
+        place = f"digest {digest(identity).hex()} in celery_idempotent_record"
+        raise Unreadable.at(identity, place) from error
     return StoredRecord(record, expires_ms, attempt, requeues)
 
 

@@ -36,13 +36,11 @@ from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, Stored
-from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, without_long
+from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, Unreadable, without_long
 from celery_idempotent.stores.table import StoredRecord
 
-BUCKETS = 256  # fixed for this layout: it decides the names of records
 LAYOUT = b"1"
-#: The layout before 0.1 noted no number.
-_OLD_BUCKETS = 1024
+BUCKETS = 256  # fixed for this layout: it decides the names of records
 #: The member of a bucket's leases whose score is its largest token.
 MARK = b"!"
 LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
@@ -80,10 +78,6 @@ class Keyspace:
     def index(self, kind: bytes) -> list[bytes]:
         """Name the index of this kind of each bucket."""
         return [head + kind for head in self._heads]
-
-    def of_older_layout(self) -> list[bytes]:
-        """Name the indexes that only the layout before had, and that never end."""
-        return [b"%b:{%d}%b" % (self._start, n, LEASES) for n in range(BUCKETS, _OLD_BUCKETS)]
 
     def counts(self, hour: int) -> bytes:
         return b"%b!counts:%d" % (self._heads[0], hour)
@@ -164,7 +158,7 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
 
 
 def unpack(
-    identity: Identity, packed: bytes, expires_ms: int = 0, *, summary: bool = False
+    keys: Keyspace, identity: Identity, packed: bytes, expires_ms: int = 0, *, summary: bool = False
 ) -> StoredRecord:
     """Return the record; ``summary``: its beginning, without value, message and steps."""
     try:
@@ -184,8 +178,6 @@ def unpack(
         # KeyError for another version
         record = Record(identity, _STATES[start], token, *times, *counts, known, **others)
     except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise StoreMisconfigured(
-            f"the record of {identity} cannot be read: it is damaged, or an older or a newer version of"
-            " celery-idempotent wrote it. Upgrade this one; if it is the newest, delete the key in Redis"
-        ) from error
+        place = f"Redis key {keys.of_record(identity)[0].decode()}"
+        raise Unreadable.at(identity, place) from error
     return StoredRecord(record, expires_ms, b"" if attempt == NO_ATTEMPT else attempt, requeues)

@@ -17,6 +17,7 @@ from celery_idempotent import records
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State
 from celery_idempotent.stores import base, table
+from celery_idempotent.stores.fields import Unreadable
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs
@@ -71,14 +72,17 @@ class RedisStore(base.Store):
     def _check_layout(self) -> None:
         """Refuse all verbs beside records of another layout: none would be found, and their operations run again."""
         (number,) = exchange(self._link, [(b"GET", self._keys.layout)], first=True)
-        looks = [(b"PTTL", name) for name in self._keys.of_older_layout() if number is None]
-        is_older = any(left_ms != -2 for left_ms in exchange(self._link, looks, first=True))
-        if is_older or number not in (None, layout.LAYOUT):
-            which = "an older layout" if is_older else f"the layout {number.decode()}"
+        if number is None:
+            # The layout before 0.1 had no number, and four times the buckets; their indexes of leases never end.
+            names = (f"{self.prefix}:{{{n}}}!leases" for n in range(layout.BUCKETS, 1024))
+            looks = [(b"PTTL", name.encode()) for name in names]
+            if any(left_ms != -2 for left_ms in exchange(self._link, looks, first=True)):
+                number = b"0"
+        if number not in (None, layout.LAYOUT):
             raise StoreMisconfigured(
-                f"{self._link.where} has records of {which} under the prefix {self.prefix}: this version does not find"
-                " them, and would run their operations again. Run the version that wrote them until they have expired,"
-                " then delete its keys or choose another ?prefix="
+                f"{self._link.where} has records of layout {number.decode()} under the prefix {self.prefix}: this"
+                " version would not find them, and run their operations again. Run the version that wrote them until"
+                " they have expired, then delete its keys or choose another ?prefix="
             )
         self._link.before_first = None
 
@@ -207,6 +211,11 @@ class RedisStore(base.Store):
                 return result
             found, highest = None, int(written)
 
+    def discard(self, identity: Identity) -> bool:
+        name, *indexes = self._keys.of_record(identity)
+        done = self._exchange((b"DEL", name), *((b"ZREM", index, name) for index in indexes))
+        return bool(done[0])
+
     def _exchange(self, *commands: Command) -> list[Reply]:
         return exchange(self._link, commands)
 
@@ -222,7 +231,7 @@ class RedisStore(base.Store):
             looks = [_CLAIM.call(self._keys.of_record(each)[:1]) for each in some]
             swept, swaps = [], []
             for each, answer in zip(some, self._exchange(*looks), strict=True):
-                with suppress(StoreMisconfigured):  # left to the newer version that wrote it
+                with suppress(Unreadable):  # left to the newer version that wrote it
                     snapshot = RedisSnapshot(each, self._keys, answer)
                     swept.append(self._sweep(snapshot, requeue_ms))
                     swaps.append(snapshot.swap or snapshot.mend())
@@ -335,7 +344,8 @@ class RedisSnapshot(Snapshot):
         self.now_us = int(seconds) * 1_000_000 + int(micros)
         self.stored, self.highest = None, highest
         if found:
-            self.stored = layout.unpack(identity, found, self.now_us // 1000 + max(left_ms, 0))
+            expires_ms = self.now_us // 1000 + max(left_ms, 0)
+            self.stored = layout.unpack(keys, identity, found, expires_ms)
             self.highest = max(highest, self.stored.record.token)
 
     def write(self, after: StoredRecord) -> None:
@@ -398,9 +408,9 @@ class Search:
     looked_at: int = 0
 
     def walk(self, cursor: str, look_at: int) -> records.Page:
-        """Merge the indexes of all buckets, in the order of scores; the cursor is a score, and how many had it.
+        """Merge the indexes of all buckets by score, from the highest on, or from the longest stale.
 
-        The highest come first; of stale records the lowest, for live ones may be many.
+        The cursor is a score, and how many had it.
         """
         states = self.selection.wanted
         kinds = [index for state, index in _LISTED.items() if state in states]
@@ -492,7 +502,7 @@ class Search:
         found: dict[bytes, Record] = {}
         for name, packed in zip(named, exchange(self.link, reads), strict=True):
             if packed:
-                record = layout.unpack(identity(name), packed, summary=True).record
+                record = layout.unpack(self.keys, identity(name), packed, summary=True).record
                 if self.selection.includes(record, self.now_ms):
                     found[name] = record
         return found
