@@ -41,7 +41,7 @@ NOW = datetime.datetime(2026, 5, 4, 3, 2, 1, 678, tzinfo=datetime.timezone.utc)
 #: What Celery's backend does to store a result.
 CELERYS = ["GET", "MULTI", "SETEX", "PUBLISH", "EXEC"]
 #: What connections begin with, what teaches the server a script, and what writes the counters now and then.
-OTHERS = {"HELLO", "UNSUBSCRIBE", "CLIENT", "SELECT", "EVAL", "TIME", "HINCRBY", "EXPIRE"}
+OTHERS = {"HELLO", "UNSUBSCRIBE", "CLIENT", "SELECT", "EVAL", "TIME", "HINCRBY", "EXPIRE", "PTTL"}
 
 
 class Refused(Exception):
@@ -88,7 +88,7 @@ class Shop:
         while end not in (said := monitor.next_command())["command"]:
             word = said["command"].split()[0].upper()
             here = str(said["db"]) == self.url.rpartition("/")[2] and said["client_type"] != "lua"
-            if here and word not in OTHERS:
+            if here and word not in OTHERS and "!layout" not in said["command"]:
                 yield word
 
     def key(self, task_id: str) -> str:
