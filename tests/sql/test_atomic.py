@@ -183,6 +183,26 @@ def test_a_claim_that_was_lost_meanwhile_is_not_settled(server_store: DjangoStor
     assert (found.state, found.token) == (State.PROCESSING, newer.token)
 
 
+def test_an_atomic_run_on_mariadb_has_eight_statements(
+    open_atomic: Callable[..., DjangoStore], monkeypatch: pytest.MonkeyPatch
+):
+    """Of all kinds, in whatever session: docs/exactly-once.md gives their number."""
+    from pymysql.connections import Connection
+
+    store, send, sent = open_atomic("mariadb"), Connection._execute_command, list[Any]()
+
+    def note(connection: Any, command: int, sql: Any) -> None:
+        sent.append(sql)
+        send(connection, command, sql)
+
+    monkeypatch.setattr(Connection, "_execute_command", note)
+    for name in ("with what a connection needs", "as usual"):
+        sent.clear()
+        with store.transaction(claimed(store, named(name))) as run:
+            assert settle(run)
+    assert len(sent) == 8, sent
+
+
 def test_a_claim_that_was_lost_before_does_not_begin(store: DjangoStore):
     record = claimed(store)
     shift(store, 60_001)
@@ -339,6 +359,10 @@ def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
         _end(store.alias)
     assert not run.committed()
     assert effects(store) == 0
+    interrupted = store.interrupt(KEY, token=record.token)
+    assert interrupted is not None
+    assert store.settle(end_of(interrupted, state=State.FAILED, swept=True))
+    assert not run.committed(), "it has this claim's token, but a sweep settled it"
     with store.transaction(record) as run:
         act(store)
         assert settle(run)
@@ -526,18 +550,26 @@ def test_a_frozen_run_is_ended_by_the_server_a_lease_later(
     assert (found.state, found.token) == (State.COMPLETED, newer.token)
 
 
-@pytest.mark.parametrize(("known", "within"), [("0", "1min"), ("10min", "1min"), ("3s", "3s")])
+@pytest.mark.parametrize(
+    ("vendor", "known", "within"),
+    [
+        *(("postgresql", *each) for each in (("0", "1min"), ("10min", "1min"), ("3s", "3s"))),
+        *(("mariadb", *each) for each in ((0, 60), (600, 60), (3, 3))),
+    ],
+)
 def test_silence_within_it_is_bounded_by_its_lease_or_what_is_shorter(
-    open_atomic: Callable[..., DjangoStore], known: str, within: str
+    open_atomic: Callable[..., DjangoStore], vendor: str, known: Any, within: Any
 ):
-    name = "idle_in_transaction_session_timeout"
-    store = open_atomic("postgresql")
+    name, ask = "idle_transaction_timeout", "SELECT @@idle_transaction_timeout"
+    if vendor == "postgresql":
+        name, ask = (f"{word}idle_in_transaction_session_timeout" for word in ("", "SHOW "))
+    store = open_atomic(vendor)
     record = claimed(store, lease_ms=60_000)
-    execute(store.alias, f"SET {name} = '{known}'")
+    execute(store.alias, f"SET {name} = {known!r}")
     with store.transaction(record) as run:
-        assert rows(store.alias, f"SHOW {name}") == [(within,)]
+        assert rows(store.alias, ask) == [(within,)]
         assert settle(run)
-    assert rows(store.alias, f"SHOW {name}") == [(known,)]
+    assert rows(store.alias, ask) == [(known,)]
 
 
 def test_a_row_that_a_frozen_run_holds_stops_no_sweep(

@@ -142,9 +142,9 @@ def test_one_while_the_session_gets_its_own_time_out_back(
     """What the server still sends must not be read as the answer to the next task's statement."""
     real = Session.execute
 
-    def strike(session: Session, sql: str, params: Any = ()) -> int:
+    def strike(session: Session, sql: str, params: Any = (), **first: str) -> int:
         if "release_lock" not in sql:
-            return real(session, sql, params)
+            return real(session, sql, params, **first)
         monkeypatch.undo()
         raise SoftTimeLimitExceeded
 

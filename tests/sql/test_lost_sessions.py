@@ -10,6 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.testing import deliver_at_once
 
 pytest.importorskip("django")
@@ -17,6 +18,7 @@ pytest.importorskip("django")
 from django.db import DatabaseError, InternalError, OperationalError, connections
 from django.db.backends.signals import connection_created
 
+from celery_idempotent.django.sql.connections import Connections, Session
 from celery_idempotent.django.sql.dialects import kind
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores import get_store
@@ -52,6 +54,27 @@ def test_the_first_verb_after_a_lost_session_works_with_health_checks(
         own.health_check_done = False  # as it is after each request
         verb()
     store.close()
+
+
+def test_a_database_that_is_away_is_asked_once_more(
+    use_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    """The first loss may be that of an idle session; after the second the caller decides when to try again."""
+    alias = use_database("postgresql")
+    connections.databases[alias]["PORT"] = "1"
+    connections[alias].close()
+    del connections[alias]
+    tries, new = list[Connections](), Connections._new
+
+    def connect(own: Connections) -> Session:
+        tries.append(own)
+        assert len(tries) < 5
+        return new(own)
+
+    monkeypatch.setattr(Connections, "_new", connect)
+    with pytest.raises(StoreUnavailable):
+        claim(DjangoStore(alias))
+    assert len(tries) == 2
 
 
 def test_a_transaction_that_was_idle_for_too_long_is_a_lost_session(

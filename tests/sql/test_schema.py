@@ -83,8 +83,8 @@ def filled(sql_databases: Callable[[str], Any], tmp_path_factory: Any) -> Iterat
             "INSERT INTO celery_idempotent_record (digest, namespace, scope, key, prune_ms, version, state, token,"
             " created_ms, updated_ms, expires_ms, crashes, task_id, data)"
             " SELECT substring(sha256(digest || n::text::bytea) for 16), namespace, scope, key || '-' || n,"
-            " prune_ms + n, version,"
-            " CASE WHEN n > 5 THEN 'F' ELSE state END, token, created_ms, updated_ms, expires_ms, crashes, task_id, data"
+            " prune_ms + n, version, CASE WHEN n > 5 THEN 'F' ELSE state END,"
+            " token, created_ms, updated_ms, expires_ms, crashes, task_id, data"
             " FROM celery_idempotent_record, generate_series(1, 10) AS n ORDER BY token, n",
         )
         execute(store.alias, "VACUUM ANALYZE")
@@ -126,9 +126,9 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Statements:
     for name in ("rows", "execute"):
         run = getattr(Session, name)
 
-        def note(session: Session, sql: str, params: Any = (), run: Any = run) -> Any:
+        def note(session: Session, sql: str, params: Any = (), run: Any = run, **first: str) -> Any:
             seen.append((sql, params))
-            return run(session, sql, params)
+            return run(session, sql, params, **first)
 
         monkeypatch.setattr(Session, name, note)
     return seen

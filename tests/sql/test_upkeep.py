@@ -79,6 +79,15 @@ def test_what_lives_longer_than_expected_is_looked_at_again_then(store: DjangoSt
     assert store.prune(limit=10) == 1
 
 
+def test_a_write_that_prolongs_a_record_leaves_the_index_of_prunes_alone(store: DjangoStore):
+    record = claimed(store)
+    before = prune_ms(store)
+    shift(store, HOUR)
+    assert store.checkpoint(KEY, token=record.token, name="charge", value=verbs.VALUE)
+    settle(store, record, keep_ms=48 * HOUR)
+    assert prune_ms(store) == before
+
+
 def test_a_row_whose_retention_is_shorter_than_expected_goes_an_hour_after_it(
     store: DjangoStore,
 ):

@@ -204,30 +204,36 @@ class ClaimTransaction:
                     self._session.execute(f"RELEASE SAVEPOINT {_STEP}")
 
     def _begin(self) -> None:
-        """Begin, take the lock and set the time-out, in one statement on PostgreSQL."""
+        """Begin, take the lock and set the time-out: one statement on PostgreSQL after the BEGIN, on MariaDB two."""
         vendor, self._is_open = self._own.vendor, True
         if not self._nested:
             # Django leaves that of an earlier transaction there.
             self._own.rollback_exc = None  # type: ignore[attr-defined]
-        found = self._lock_session() if vendor == "mysql" else []
+        locks = {
+            "postgresql": self._lock_row,
+            "mysql": self._lock_session,
+            "sqlite": self._lock_all,
+        }
+        early = vendor == "mysql" and not self._nested
+        found = self._lock_session() if early else []
         self._block.__enter__()
         self._entered = True
-        if vendor != "mysql":
-            found = self._lock_row() if vendor == "postgresql" else self._lock_all()
+        if not early:
+            found = locks[vendor]()
         if not found:
             raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
         if not found[0][0]:
             # The server may not know yet that it is gone.
             raise StoreUnavailable("another session is still in the transaction of this claim")
-        if vendor != "postgresql":
-            self._session.execute(f"SAVEPOINT {_SAVEPOINT}")
 
     # Each returns a row whose first column is false if the lock is another's, and none if the claim is over.
 
     def _lock_all(self) -> list[tuple[Any, ...]]:
         """Take SQLite's write lock first thing, by a write: a reader cannot wait for that later."""
         write = f"UPDATE celery_idempotent_record SET version = version WHERE {_OURS}"
-        return [(1,)] * self._session.execute(write, self._claim)
+        found = [(1,)] * self._session.execute(write, self._claim)
+        self._session.execute(f"SAVEPOINT {_SAVEPOINT}")
+        return found
 
     def _lock_row(self) -> list[tuple[Any, ...]]:
         raw: Any = self._own.connection
@@ -235,7 +241,7 @@ class ClaimTransaction:
         return self._session.rows(statement, self._claim)
 
     def _lock_session(self) -> list[tuple[Any, ...]]:
-        """Take the lock before the BEGIN: it and the time-out are the session's, and :meth:`_unlock` undoes both."""
+        """Take the lock and begin, which Django finds done: :meth:`_unlock` undoes lock and time-out, the session's."""
         # MySQL has no time-out for transactions: the session's own does it.
         mariadb = getattr(self._own, "mysql_is_mariadb", False)
         variable = "idle_transaction_timeout" if mariadb else "wait_timeout"
@@ -246,8 +252,10 @@ class ClaimTransaction:
         )
         lease = self._lease_ms // 1000
         self._timeout = (variable, known)
-        if not known or lease < known:
-            self._session.execute(f"SET SESSION {variable} = {lease}")
+        self._session.execute(
+            f"SAVEPOINT {_SAVEPOINT}",
+            first=f"SET SESSION {variable} = {min(lease, known or lease)}, autocommit = 0",
+        )
         return [(locked,)] if ours else []
 
     def _lock_name(self) -> str:
@@ -270,10 +278,9 @@ class ClaimTransaction:
                 raise SessionLost from cause
             raise TransactionEnded from cause
         try:
-            if own.vendor != "postgresql":
-                # Set first thing in the transaction, so it exists only as long as the transaction does.
-                session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
-            settled = settle_claim(session, request, atomic=True)
+            # Set first thing in the transaction, so it exists only as long as the transaction does.
+            first = "" if own.vendor == "postgresql" else f"RELEASE SAVEPOINT {_SAVEPOINT}"
+            settled = settle_claim(session, request, atomic=True, first=first)
             if own.vendor == "postgresql" and not settled:
                 ((token,),) = session.rows(
                     "SELECT current_setting('celery_idempotent.token', true)"

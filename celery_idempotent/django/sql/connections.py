@@ -81,16 +81,20 @@ class _Changed(Exception):
 class Session:
     """A connection and its statements; with ``prepare`` psycopg prepares each of them at once."""
 
-    #: psycopg's, of the connection as it is open now.
-    _cursor: Any = None
+    #: psycopg's, of the connection as it is open now, with its last result.
+    cursor: Any = None
 
     def __init__(
         self, connection: BaseDatabaseWrapper, dialect: Dialect, *, prepare: bool | None = None
     ) -> None:
         self.connection, self.dialect, self._prepare = connection, dialect, prepare
 
-    def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
-        """Run a statement; return how many rows it touched."""
+    def execute(self, sql: str, params: Sequence[Any] = (), *, first: str = "") -> int:
+        """Run a statement, after the ``first``, on MariaDB in one trip; return how many rows it touched."""
+        if first and getattr(self.connection, "mysql_is_mariadb", False):
+            sql = f"BEGIN NOT ATOMIC {first}; {sql}; END"
+        elif first:
+            self._execute(first, (), attrgetter("rowcount"))
         return int(self._execute(sql, params, attrgetter("rowcount")))
 
     def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -104,14 +108,14 @@ class Session:
                 cursor.execute(sql, params)
                 return read(cursor)
         # Not by Django's cursor, which takes longer, and has none prepared: planning takes longer than executing.
-        if self._cursor is None or self._cursor.connection is not raw:
+        if self.cursor is None or self.cursor.connection is not raw:
             from psycopg import Cursor
 
             if self._prepare and raw.prepare_threshold is None:
                 raw.prepare_threshold = _NEVER
-            self._cursor = Cursor(raw)
+            self.cursor = Cursor(raw)
         with self.connection.wrap_database_errors:
-            return read(self._cursor.execute(sql, params, prepare=self._prepare))
+            return read(self.cursor.execute(sql, params, prepare=self._prepare))
 
     def swap(self, sql: str, params: Sequence[Any]) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
@@ -293,6 +297,7 @@ class Connections:
             finally:
                 # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
                 if is_reusable and len(self._idle) < MAX_IDLE and not under_test():
+                    session.cursor = None
                     self._idle.append(session)
                 else:
                     self._close(session)

@@ -200,8 +200,10 @@ def claim_free_key(
     return RowSnapshot(session, identity, row)
 
 
-def settle_claim(session: Session, request: SettleRequest, *, atomic: bool = False) -> bool:
-    """Settle a claim as its owner knows it; ``False``: look at what is there.
+def settle_claim(
+    session: Session, request: SettleRequest, *, atomic: bool = False, first: str = ""
+) -> bool:
+    """Settle a claim as its owner knows it, after the statement ``first``; ``False``: look at what is there.
 
     It is the only settle of an ``atomic`` run: however long ago its claim was, and whatever a sweep made of the record.
     """
@@ -223,6 +225,7 @@ def settle_claim(session: Session, request: SettleRequest, *, atomic: bool = Fal
             *(letter, data, value, keep_ms, keep_ms + PRUNE_SLACK_MS),
             *(digest(record.identity), record.token),
         ),
+        first=first,
     )
     return written == 1
 
@@ -231,7 +234,7 @@ def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
     """Return the columns of a record, without a value that the server does not take."""
     *columns, value = column_values(stored)
     if isinstance(value, bytes) and not session.takes(value):
-        problem = f"its {len(value):,} bytes are more than max_allowed_packet"
+        problem = f"its {len(value):,} bytes are more than half of max_allowed_packet"
         log_not_kept(stored.record.identity, stored.record.state, problem)
         value = None
     return (*columns, value)
