@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from celery.utils.collections import ConfigurationView
+
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -34,18 +36,20 @@ def own_settings(app: Celery) -> list[str]:
     return [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
 
 
-def names_of(conf: Any, name: str) -> list[str]:
-    """Return the names under which Celery looks for a setting, the first one first."""
-    return [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+def first_name(conf: Any, name: str) -> str:
+    """Return the name under which Celery looks for a setting first: it may have the prefix of all settings."""
+    prefix: str = getattr(conf, "prefix", None) or ""
+    return (prefix + name).upper() if prefix.isupper() else prefix + name
 
 
 def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
     conf = loaded(app)
-    # Celery < 5.7 has the old names in a mapping of their own.
-    spellings = names_of(conf, name) + [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
-    keys = {conf._key(key) for key in spellings}  # noqa: SLF001
-    return any(key in mapping for mapping in _set_by_user(conf) for key in keys)
+    spellings, prefix = getattr(conf, "_keys", None), getattr(conf, "prefix", None)
+    # Celery's own method for this, value_set_for(), knows all spellings only from 5.7 on.
+    layers: Any = _set_by_user(conf)
+    user = ConfigurationView({}, layers, spellings, prefix)
+    return user.get(name, user) is not user
 
 
 def _set_by_user(conf: object) -> list[Mapping[str, object]]:

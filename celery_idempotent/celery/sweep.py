@@ -24,7 +24,7 @@ from celery_idempotent.errors import IdempotencyError, InvalidOption, Processing
 from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer, log_not_kept
-from celery_idempotent.settings import names_of
+from celery_idempotent.settings import first_name
 from celery_idempotent.signals import FAILED_WITHOUT_RUN, Call, Details, Line, counters, report
 from celery_idempotent.stores import get_store
 
@@ -176,9 +176,7 @@ def install_sweep(app: Celery) -> None:
         # A tick that no worker took before the next one is dropped, by RabbitMQ itself.
         options = dict.fromkeys(("expires", "expiration"), max(interval, 1.0))
         entry = {"task": SWEEP, "schedule": interval, "options": options}
-        # The first name that Celery looks for may have the prefix of all settings.
-        name = names_of(app.conf, "beat_schedule")[0]
-        app.conf[name] = {**app.conf.beat_schedule, SWEEP: entry}
+        app.conf[first_name(app.conf, "beat_schedule")] = {**app.conf.beat_schedule, SWEEP: entry}
 
     if vars(app)["finalized"]:
         register()

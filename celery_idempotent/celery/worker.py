@@ -50,7 +50,7 @@ class Request(CeleryRequest):
         super().__init__(message, *args, **options)
         request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
         content_type = getattr(message, "content_type", None)  # some transports leave it out
-        request["properties"] = {**request["properties"], "content_type": content_type}
+        request["properties"] = {**as_mapping(request["properties"]), "content_type": content_type}
         if self.delivery_info.get("exchange"):
             request["properties"] |= republish.origin(self.task.app, self.delivery_info)
 

@@ -1,4 +1,4 @@
-"""The part of Celery's own tests that is about tasks, with ``celery.Task`` and with ``IdempotentTask``."""
+"""The part of Celery's own tests that is about tasks and workers, with ``celery.Task`` and with ``IdempotentTask``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,15 @@ PART = (
     "t/unit/tasks/test_context.py",
     "t/unit/tasks/test_tasks.py",
     "t/unit/tasks/test_trace.py",
+    "t/unit/concurrency",
+    "t/unit/worker",
+)
+#: What takes seconds, of the worker's side.
+QUICK = (
+    "t/unit/concurrency/test_prefork.py::test_process_initializer",
+    "t/unit/worker/test_eta_query_task.py",
     "t/unit/worker/test_request.py",
+    "t/unit/worker/test_strategy.py",
 )
 #: What Celery's tests use of pytest plugins; whichever is missing is missing on both sides.
 PLUGINS = ("pytest_timeout", "pytest_click", "pytest_order", "pytest_rerunfailures")
@@ -45,7 +53,6 @@ WORST = ("passed", "xfailed", "skipped", "xpassed", "error", "failed")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.wide,
     pytest.mark.skipif(
         not VERSION.startswith(f"{DESCRIBED}."),
         reason=f"known_differences.txt speaks of Celery {DESCRIBED}",
@@ -99,8 +106,6 @@ class Run:
     outcomes: dict[str, str] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    #: In how many tests it did anything.
-    ours: int = 0
 
 
 def run(task_class: str, tree: Path, tests: Sequence[str]) -> Run:
@@ -147,7 +152,6 @@ def run(task_class: str, tree: Path, tests: Sequence[str]) -> Run:
             found.outcomes[name], found.said[name] = outcome, line["said"]
         if "counts" in line:
             found.counts.update(line["counts"])
-            found.ours += 1
     return found
 
 
@@ -166,9 +170,16 @@ def compare(tree: Path, tests: Sequence[str]) -> tuple[Run, Run, dict[str, str]]
 
 
 @pytest.mark.timeout(1200)
-def test_celerys_own_tests_of_tasks_end_as_with_its_own_class(tree: Path) -> None:
+@pytest.mark.parametrize(
+    ("tests", "passing", "claims"),
+    [(QUICK, 280, 10), pytest.param(PART, 1500, 200, marks=pytest.mark.wide)],
+    ids=["quick", "all"],
+)
+def test_celerys_own_tests_of_tasks_end_as_with_its_own_class(
+    tree: Path, tests: Sequence[str], passing: int, claims: int
+) -> None:
     known = known_differences()
-    theirs, ours, different = compare(tree, PART)
+    theirs, ours, different = compare(tree, tests)
 
     def entries(tests: Iterable[str]) -> set[str]:
         """A name without ``[...]`` is listed for each of its parameters."""
@@ -182,6 +193,5 @@ def test_celerys_own_tests_of_tasks_end_as_with_its_own_class(tree: Path) -> Non
     passed = {test for test, outcome in theirs.outcomes.items() if outcome == "passed"}
     assert entries(passed) <= entries(different), "listed, and not different"
     # The comparison is worth something only if the tests were there, and the tasks on our class.
-    assert len(passed) > 700
-    assert ours.ours > 100
-    assert ours.counts["claimed"] > 200
+    assert len(passed) > passing
+    assert ours.counts["claimed"] > claims
