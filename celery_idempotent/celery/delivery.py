@@ -220,6 +220,8 @@ class Delivery(republish.DeliveredRun):
             raise value
         # A replacement may take long; but once the record is gone, the duplicate would run.
         wait_ms = policy.settled_keep_ms // 2 if record.replaced else policy.lease_ms
+        if self.request.is_eager and not record.replaced:
+            wait_ms = 0  # an eager call does not store its result there
         if state and age_ms < wait_ms and not own:
             republish.conflict(self, record, policy.lease_ms)
         raise ResultUnavailable(

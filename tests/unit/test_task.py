@@ -1084,3 +1084,12 @@ def test_a_call_of_itself_with_its_own_key_is_a_conflict_at_once(eager: Celery) 
 
     with pytest.raises(InProgress, match=r"nested key a is held by"):
         nested.apply(("a",), throw=True)
+
+
+def test_a_result_that_cannot_be_written_is_unavailable_to_a_duplicate(app: Celery) -> None:
+    @app.task(base=IdempotentTask, shared=False, idempotency_key="name")
+    def unwritable(name: str) -> set[int]:
+        return {1, 2}
+
+    assert unwritable.apply(("a",)).get() == {1, 2}
+    assert isinstance(unwritable.apply(("a",)).result, ResultUnavailable)
