@@ -19,6 +19,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.http import requests
@@ -80,6 +81,7 @@ class _Exchange(Exchange):
     is_passed = False
     #: The application, once it runs.
     running: asyncio.Future[None] | None = None
+    settle_seconds = inf
 
     def __init__(
         self, middleware: IdempotencyMiddleware, scope: Request, receive: Receive, send: Send

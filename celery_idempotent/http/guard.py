@@ -64,6 +64,8 @@ class RequestRun(Run):
     #: What the view returned.
     response: Any
     began = False
+    #: A server of WSGI may end a worker that answers late. One of ASGI does not, and waits for requests when it stops.
+    settle_seconds = 3.0
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
 

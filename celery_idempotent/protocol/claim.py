@@ -32,6 +32,7 @@ class Phase(enum.Enum):
     UNGUARDED = "the body is running without a claim"
     RELEASED = "the key was given back; what the body may still return is not recorded"
     AWAITS_COMMIT = "the run is over, and is settled after the caller's transaction commits"
+    SETTLING = "the run is over, and the heartbeat writes its end state"
     SETTLED = "the end state is written"
     ENDED = "the run is over without an end state: the store did not take it, or none was due"
     UNDONE = "the run is dropped, for a newer claim, or rolled back: the call claims again"

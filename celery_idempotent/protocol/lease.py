@@ -50,6 +50,7 @@ _LAST_UNDO, _LAST_COUNTS = 10.0, 2.0
 _MOST = 1000
 
 _NEVER = float("inf")
+_RENEWED = (Phase.RUNNING, Phase.SETTLING)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +154,7 @@ class Heartbeat:
         now = time.monotonic()
         by_store: dict[Store, list[Claim]] = defaultdict(list)
         for claim, due in self._due.copy().items():
-            if due <= now and claim.phase is Phase.RUNNING and not claim.lost:
+            if due <= now and claim.phase in _RENEWED and not claim.lost:
                 by_store[claim.store].append(claim)
             elif due <= now:
                 self.remove(claim)

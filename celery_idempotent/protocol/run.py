@@ -17,6 +17,7 @@ The caller, a delivery of a task or a request of a view, is a subclass of :class
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ OnCommit = Callable[[Callable[[], None]], None]
 
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 CLAIMING, RUNNING, RELEASED = Phase.CLAIMING, Phase.RUNNING, Phase.RELEASED
-SETTLED, ENDED, UNDONE = Phase.SETTLED, Phase.ENDED, Phase.UNDONE
+SETTLING, SETTLED, ENDED, UNDONE = Phase.SETTLING, Phase.SETTLED, Phase.ENDED, Phase.UNDONE
 PROCESSING: Final = State.PROCESSING
 COMPLETED: Final = State.COMPLETED
 FAILED: Final = State.FAILED
@@ -99,6 +100,8 @@ class Run(Claim):
     #: Is :meth:`settled` to be called?
     has_callbacks = False
     settling_since = 0.0
+    #: How long, within a lease, the caller waits for a settle; the heartbeat goes on with it.
+    settle_seconds = math.inf
     #: Of a duplicate that waits.
     polls = 0
     store: Store = None  # type: ignore[assignment]  # only until it is opened
@@ -238,7 +241,8 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
     finally:
         if run.phase in (RUNNING, RELEASED):
             run.phase = ENDED
-        heartbeat.remove(run)
+        if run.phase is not SETTLING:
+            heartbeat.remove(run)
         current_run.reset(outer)
 
 
@@ -385,20 +389,14 @@ def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) 
     if run.open_transactions is not None and _settles_after_commit(run, end, failure):
         return
     run.settling_since = time.monotonic()
-    observed = run.policy.mode == "observe"
     try:
-        try:
-            written = _ask(run, 0.0, run.write_end, end)
-        except Exception:
-            if observed:
-                raise
-            written = _write_alone(run, end)
+        written = _ask(run, 0.0, run.write_end, end)
     except Exception as error:  # noqa: BLE001  of the store
+        if run.policy.mode != "observe":
+            _write_alone(run, end, failure)
+            return
         run.phase = ENDED
-        if observed:
-            logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
-        else:
-            report(run, signals.settle_failed, run.record, error=error)
+        logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
     else:
         if written:
             note_end(run, end.state, failure)
@@ -432,7 +430,7 @@ def _settles_after_commit(run: Run, end: SettleRequest, failure: BaseException |
     return bool(on_commits)
 
 
-def _write_alone(run: Run, end: SettleRequest) -> bool:
+def _write_alone(run: Run, end: SettleRequest, failure: BaseException | None) -> None:
     """Write the end state after a first try failed; try for a whole lease: without it the effect would be repeated.
 
     The record alone: the task's result may be the cause, and Celery stores it anyway.
@@ -451,11 +449,36 @@ def _write_alone(run: Run, end: SettleRequest) -> bool:
                 end = replace(end, value=None)
             raise
 
+    def conclude(ask: Callable[[], bool]) -> bool:
+        """Report the answer, or the failure of the last try; ``False``: there is neither yet."""
+        try:
+            written = ask()
+        except Exception as error:  # noqa: BLE001  of the store
+            if time.monotonic() < until and not run.shield.ending:
+                return False
+            run.phase = ENDED
+            report(run, signals.settle_failed, run.record, error=error)
+        else:
+            if written:
+                note_end(run, end.state, failure)
+            else:
+                _lose(run)
+        return True
+
+    def go_on() -> None:
+        # The heartbeat calls this more than once.
+        if run.phase is SETTLING and not conclude(write):
+            raise errors.StoreUnavailable(f"{run.identity} cannot be settled yet")
+
+    until = run.settling_since + run.policy.lease_ms / 1000
+    soon = min(until, run.settling_since + run.settle_seconds)
     if run.shield.ending:
-        return _ask(run, 0.0, write)
-    lease_s = run.policy.lease_ms / 1000
-    run.shield.pause(min(backoff.seconds(1), lease_s))
-    return _ask(run, run.settling_since + lease_s, write)
+        conclude(partial(_ask, run, 0.0, write))
+        return
+    run.shield.pause(min(backoff.seconds(1), run.policy.lease_ms / 1000))
+    if soon < time.monotonic() < until or not conclude(partial(_ask, run, soon, write)):
+        run.phase = SETTLING
+        heartbeat.undo_later(go_on)
 
 
 def note_end(run: Run, state: EndState, error: BaseException | None = None) -> None:

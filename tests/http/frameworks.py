@@ -34,7 +34,7 @@ Answered = tuple[int, dict[str, str], Iterable[bytes]]
 def options() -> dict[str, Any]:
     """Return the options that all doors have."""
     return {
-        "lease": 2,
+        "lease": int(os.environ.get("LEASE", "2")),
         "max_response_bytes": 3000,
         "max_request_bytes": 10_000,
         "authorize": may_see,
@@ -241,11 +241,12 @@ def flask() -> Any:
 
 
 if __name__ == "__main__":
+    threads = int(os.environ.get("THREADS", "16"))
     serve = {
-        "django-wsgi": partial(servers.gunicorn, django_wsgi),
+        "django-wsgi": partial(servers.gunicorn, django_wsgi, threads=threads),
         "django-asgi": partial(servers.uvicorn, django_asgi),
         "fastapi": partial(servers.uvicorn, fastapi),
         "starlette": partial(servers.hypercorn, starlette),
-        "flask": partial(servers.gunicorn, flask),
+        "flask": partial(servers.gunicorn, flask, threads=threads),
     }
     serve[sys.argv[1]]()

@@ -35,6 +35,7 @@ def gunicorn(load: Load, *, threads: int = 16) -> None:
     class Site(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
         def load_config(self) -> None:
             given: dict[str, Any] = {"bind": "127.0.0.1:0", "threads": threads}
+            given |= {"timeout": int(os.environ.get("WORKER_TIMEOUT", "30"))}
             given["when_ready"] = lambda arbiter: tell(arbiter.LISTENERS[0].sock.getsockname()[1])
             if "control_socket_disable" in self.cfg.settings:  # from 25 on
                 given["control_socket_disable"] = True

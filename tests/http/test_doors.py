@@ -27,6 +27,7 @@ from tests.http.frameworks import DOORS, PIECES
 from tests.http.sites import Answer, at_once, new_key
 from tests.support.paths import ROOT
 from tests.support.records import claim_key, settle_key
+from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 
 Asked = dict[str, Any]
@@ -312,6 +313,28 @@ def test_after_a_killed_server_the_next_attempt_after_the_lease_runs(
         return answer.status, answer.replayed, answer.json
 
     assert doors.each(kill) == dict.fromkeys(DOORS, (200, False, {"run": 2}))
+
+
+@pytest.mark.parametrize("name", ["django-wsgi", "flask"])
+def test_a_server_that_ends_slow_workers_gets_the_response_before_a_silent_store_is_back(
+    name: str, private_redis: EmbeddedRedis, tmp_path: Path, key: str
+) -> None:
+    url = f"{private_redis.url()}?socket_timeout=0.5"
+    # One thread: a sync worker, which tells its arbiter nothing while it answers.
+    door = make_door(name, tmp_path, url, THREADS="1", WORKER_TIMEOUT="8", LEASE="30")
+    try:
+        door.web.start()
+        with door.connected(key, "/held/x") as first:
+            wait_for(lambda: door.runs(key), 30)
+            private_redis.freeze()
+            door.file("go", key).touch()
+            assert first.answer().json == {"run": 1}
+        private_redis.thaw()
+        again = door.until(lambda: door.ask(key, "/held/x"), other_than=409)
+        assert (again.status, again.replayed, door.runs(key)) == (200, True, 1)
+    finally:
+        private_redis.thaw()
+        door.close()
 
 
 # Pairs ---------------------------------------------------------------------------------------------------------------

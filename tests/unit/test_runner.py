@@ -28,7 +28,7 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
-from tests.support.runs import IDENTITY, Call, Conflict, Ran, Replay, Runner, StoreFailed
+from tests.support.runs import IDENTITY, Call, CallRun, Conflict, Ran, Replay, Runner, StoreFailed
 from tests.support.telling import Heard, listening
 
 
@@ -61,12 +61,12 @@ class FlakyStore:
         self.calls: list[str] = []
         self.attempts: list[bytes] = []
         self._plans: dict[str, list[tuple[str, type[BaseException]]]] = {}
-        self._always: dict[str, type[BaseException]] = {}
+        self._always: dict[str, Callable[[str], BaseException]] = {}
 
     def fail(self, verb: str, *errors: type[BaseException], when: str = "before") -> None:
         self._plans.setdefault(verb, []).extend((when, error) for error in errors)
 
-    def fail_always(self, verb: str, error: type[BaseException]) -> None:
+    def fail_always(self, verb: str, error: Callable[[str], BaseException]) -> None:
         self._always[verb] = error
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
@@ -503,6 +503,43 @@ class TestStoreFailures:
         assert [r.levelname for r in caplog.records if r.levelname != "DEBUG"] == ["CRITICAL"]
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
+
+    @pytest.mark.parametrize("outcome", ["settled", "lease_lost", "settle_failed"])
+    def test_a_settle_for_which_the_caller_does_not_wait_goes_on_in_the_heartbeat(
+        self, execute, store, memory, events, fake_time, clock, monkeypatch, outcome
+    ):
+        def no_answer(text: str) -> StoreUnavailable:
+            fake_time.now += silence
+            return StoreUnavailable(text)
+
+        def again() -> None:
+            given_up.due = 0.0
+            heartbeat._undo_due()
+
+        heartbeat = lease.Heartbeat()
+        monkeypatch.setattr(heartbeat, "start", lambda: None)
+        monkeypatch.setattr(protocol, "heartbeat", heartbeat)
+        monkeypatch.setattr(CallRun, "settle_seconds", 3.0)
+        silence = 5.0 if outcome == "settled" else 0.0  # or the store refuses connections
+        store.fail_always("settle", no_answer)
+        assert execute(lambda: 1, lease_ms=20_000) == Ran(1)
+        assert 2 < fake_time.now - fake_time.START < (6 if silence else 3.1)
+        (given_up,) = heartbeat._given_up
+        heartbeat._due = dict.fromkeys(heartbeat._due, 0.0)
+        heartbeat._renew_due()
+        assert store.calls[-1] == "renew", "it keeps its lease meanwhile"
+        again()
+        assert events.names == ["claimed"]
+        if outcome == "settle_failed":
+            fake_time.now += 20
+        else:
+            store._always.clear()
+        if outcome == "lease_lost":
+            clock.advance(20_001)
+            claim(memory)
+        again()
+        again()
+        assert events.names == ["claimed", outcome]
 
     def test_no_error_during_the_settle_ends_it(self, execute, store, memory, fake_time):
         """Also none that another try would not help elsewhere: without the record the effect is repeated."""

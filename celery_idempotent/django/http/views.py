@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial, wraps
+from math import inf
 from typing import Any, TypeVar, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.core.handlers.wsgi import WSGIRequest
 from django.core.signals import setting_changed
 from django.db import connections
 from django.http import HttpResponseBase
@@ -149,6 +151,8 @@ class _Call(RequestRun):
         self.seen = seen = args[at]
         self.options = self.guard.options
         self.request = request = getattr(seen, "_request", seen)
+        if not isinstance(request, WSGIRequest):
+            self.settle_seconds = inf
         request.idempotency_key, request.idempotency_options = None, self.options
         if request is not seen:
             view_of_rest = (getattr(seen, "parser_context", None) or {}).get("view")
