@@ -100,7 +100,7 @@ class Run(Claim):
     #: Is :meth:`settled` to be called?
     has_callbacks = False
     settling_since = 0.0
-    #: How long, within a lease, the caller waits for a settle; the heartbeat goes on with it.
+    #: How long the caller waits for a settle; the heartbeat goes on with it. If it is longer than a lease, a lease.
     settle_seconds = math.inf
     #: Of a duplicate that waits.
     polls = 0
@@ -389,18 +389,24 @@ def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) 
     if run.open_transactions is not None and _settles_after_commit(run, end, failure):
         return
     run.settling_since = time.monotonic()
+    observed = run.policy.mode == "observe"
     try:
-        written = _ask(run, 0.0, run.write_end, end)
+        try:
+            written = _ask(run, 0.0, run.write_end, end)
+        except Exception:
+            if observed:
+                raise
+            written = _write_alone(run, end)
     except Exception as error:  # noqa: BLE001  of the store
-        if run.policy.mode != "observe":
-            _write_alone(run, end, failure)
-            return
         run.phase = ENDED
-        logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
+        if observed:
+            logger.warning("idempotency: observing: could not settle %s: %s", run.identity, error)
+        else:
+            report(run, signals.settle_failed, run.record, error=error)
     else:
         if written:
             note_end(run, end.state, failure)
-        else:
+        elif run.phase is not SETTLING:
             _lose(run)
 
 
@@ -430,7 +436,7 @@ def _settles_after_commit(run: Run, end: SettleRequest, failure: BaseException |
     return bool(on_commits)
 
 
-def _write_alone(run: Run, end: SettleRequest, failure: BaseException | None) -> None:
+def _write_alone(run: Run, end: SettleRequest) -> bool:
     """Write the end state after a first try failed; try for a whole lease: without it the effect would be repeated.
 
     The record alone: the task's result may be the cause, and Celery stores it anyway.
@@ -449,36 +455,25 @@ def _write_alone(run: Run, end: SettleRequest, failure: BaseException | None) ->
                 end = replace(end, value=None)
             raise
 
-    def conclude(ask: Callable[[], bool]) -> bool:
-        """Report the answer, or the failure of the last try; ``False``: there is neither yet."""
-        try:
-            written = ask()
-        except Exception as error:  # noqa: BLE001  of the store
-            if time.monotonic() < until and not run.shield.ending:
-                return False
-            run.phase = ENDED
-            report(run, signals.settle_failed, run.record, error=error)
-        else:
-            if written:
-                note_end(run, end.state, failure)
-            else:
-                _lose(run)
-        return True
+    def write_later() -> None:
+        if run.phase is SETTLING:  # the heartbeat calls it more than once
+            note_end(run, end.state) if write() else _lose(run)
 
-    def go_on() -> None:
-        # The heartbeat calls this more than once.
-        if run.phase is SETTLING and not conclude(write):
-            raise errors.StoreUnavailable(f"{run.identity} cannot be settled yet")
-
-    until = run.settling_since + run.policy.lease_ms / 1000
-    soon = min(until, run.settling_since + run.settle_seconds)
     if run.shield.ending:
-        conclude(partial(_ask, run, 0.0, write))
-        return
-    run.shield.pause(min(backoff.seconds(1), run.policy.lease_ms / 1000))
-    if soon < time.monotonic() < until or not conclude(partial(_ask, run, soon, write)):
-        run.phase = SETTLING
-        heartbeat.undo_later(go_on)
+        return _ask(run, 0.0, write)
+    lease_s = run.policy.lease_ms / 1000
+    run.shield.pause(min(backoff.seconds(1), lease_s))
+    until = run.settling_since + min(lease_s, run.settle_seconds)
+    is_handed_over = run.settle_seconds < lease_s
+    try:
+        if not is_handed_over or time.monotonic() < until:
+            return _ask(run, until, write)
+    except Exception:
+        if not is_handed_over:
+            raise
+    run.phase = SETTLING
+    heartbeat.undo_later(write_later)
+    return False
 
 
 def note_end(run: Run, state: EndState, error: BaseException | None = None) -> None:
