@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
 from typing import Any, NoReturn, TypeVar
@@ -96,11 +97,7 @@ class RequestRun(Run):
                 return self.response
             self.identity, self.fingerprint = identity, fingerprint
             self.codec, self.sender = guard.codec, guard.sender
-            # A UUID, which records store in 16 bytes; uuid4() takes longer.
-            digits = os.urandom(16).hex()
-            self.task_id = (
-                f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
-            )
+            self.task_id = str(uuid.uuid4())
             self.worker = worker_name(os.getpid())
             if self.policy.atomic:
                 self.in_transaction = atomic.run_body
