@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -37,6 +39,12 @@ def test_every_anchor_is_there_once(file):
     if file.endswith(".py"):
         for each in of_file:
             ast.parse(text.replace(each.old, each.new), each.id)
+
+
+def test_the_quick_one_is_one_of_its_file():
+    quick = [sys.executable, "-m", "tests.mutants", "--quick", "celery_idempotent/celery/checks.py"]
+    (line,) = subprocess.check_output([*quick, "--list"], cwd=ROOT, text=True).splitlines()
+    assert [each.file for each in MUTANTS if each.id == line.split()[1]] == ["celery/checks.py"]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)

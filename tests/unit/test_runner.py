@@ -540,7 +540,8 @@ class TestStoreFailures:
 
     def test_no_error_during_the_settle_ends_it(self, execute, store, memory, fake_time):
         """Also none that another try would not help elsewhere: without the record the effect is repeated."""
-        store.fail("settle", SoftTimeLimitExceeded, StoreMisconfigured, ZeroDivisionError)
+        errors = SoftTimeLimitExceeded, StoreMisconfigured, ZeroDivisionError
+        store.fail("settle", StoreUnavailable, *errors)
         assert execute(lambda: 1) == Ran(1)
         assert memory.get(IDENTITY).state is State.COMPLETED
 
