@@ -38,11 +38,10 @@ class UnfinishedIndex(models.Index):
         **kwargs: object,
     ) -> Statement:
         """Return the statement that makes it."""
-        if not schema_editor.connection.features.supports_partial_indexes:
-            return super().create_sql(model, schema_editor, using, **kwargs)
-        condition = models.Q(state__in=["Q", "P", "I", "F"])
-        partial = models.Index(fields=self.fields, name=self.name, condition=condition)
-        return partial.create_sql(model, schema_editor, using, **kwargs)
+        partial = schema_editor.connection.features.supports_partial_indexes
+        condition = models.Q(state__in=["Q", "P", "I", "F"]) if partial else None
+        index = models.Index(fields=self.fields, name=self.name, condition=condition)
+        return index.create_sql(model, schema_editor, using, **kwargs)
 
 
 class NowMs(models.Expression):
@@ -55,5 +54,5 @@ class NowMs(models.Expression):
         compiler: object,  # noqa: ARG002
         connection: BaseDatabaseWrapper,
     ) -> tuple[str, list[str | int]]:
-        """Return the SQL of this vendor."""
-        return dialect_of(connection.vendor).moment_ms, []
+        """Return the SQL of this vendor: a subquery, as PostgreSQL searches no index by what changes in a statement."""
+        return f"(SELECT {dialect_of(connection.vendor).now_ms})", []

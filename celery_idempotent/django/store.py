@@ -209,10 +209,10 @@ class DjangoStore(Store):
     def _prune(self, session: Session, batch: int) -> tuple[int, int]:
         """Do one batch; return how many rows were looked at, and how many are gone."""
         dialect, now = session.dialect, session.dialect.now_ms
-        # Not what is within its transaction, however long ago its lease was.
+        # Not what is within its transaction, however long ago its lease was. The subquery reads the time once, as
+        # PostgreSQL needs it to search an index.
         found = session.rows(
-            f"SELECT digest, token, expires_ms > {now} FROM celery_idempotent_record r"
-            f" WHERE prune_ms <= {dialect.moment_ms}"
+            f"SELECT digest, token, expires_ms > {now} FROM celery_idempotent_record r WHERE prune_ms <= (SELECT {now})"
             f" AND NOT (state = 'P' AND expires_ms <= {now} AND {dialect.running}) ORDER BY prune_ms LIMIT %s",
             (batch,),
         )
@@ -269,13 +269,13 @@ class DjangoStore(Store):
         Raises:
             ValueError: for a cursor of another order.
         """
-        kind, order = ("k", "prune_ms") if selection.scans else ("n", "token")
-        place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
         letters = sorted(LETTERS[state] for state in selection.wanted)
-        # A stretch of each state: failures, of which there may be many, hide no others.
+        # By state, so that failures, of which there may be many, hide no others.
         where = [f"state = '{each}' AND {UNFINISHED}" for each in letters]
+        kind, order = "n", "token"
         if selection.scans:
-            where = ["0 = 0"]
+            kind, order, where = "k", "prune_ms", ["0 = 0"]
+        place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
         now_ms, found, looked = _now_ms(session), list[Record](), 0
         while len(found) < limit and looked < look_at:
             batch = min(look_at - looked, max(4 * limit, 100))
@@ -402,16 +402,13 @@ def _stretch(
         # The number of a made-up cursor may be too large for a digest.
         name = (place[1] % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big")
         params = (place[0], place[0], name)
-    columns = f"{order} AS place, digest, namespace, scope, {session.dialect.key}, {_SUMMARY}"
-    parts = [
-        f"SELECT * FROM (SELECT {columns} FROM celery_idempotent_record WHERE {each}{after}"
-        f" ORDER BY {order} DESC, digest DESC LIMIT %s) AS part"
-        for each in where
-    ]
-    return session.rows(
-        f"{' UNION ALL '.join(parts)} ORDER BY 1 DESC, 2 DESC LIMIT %s",
-        (*(*params, batch) * len(parts), batch),
+    part = (
+        f"SELECT * FROM (SELECT {order} AS place, digest, namespace, scope, {session.dialect.key}, {_SUMMARY}"
+        f" FROM celery_idempotent_record WHERE {{}}{after} ORDER BY {order} DESC, digest DESC LIMIT %s) AS part"
     )
+    union = " UNION ALL ".join(map(part.format, where))
+    limits = (*(*params, batch) * len(where), batch)
+    return session.rows(f"{union} ORDER BY 1 DESC, 2 DESC LIMIT %s", limits)
 
 
 def _marks(values: Sequence[object]) -> str:

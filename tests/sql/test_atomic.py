@@ -187,15 +187,15 @@ def test_an_atomic_run_on_mariadb_has_eight_statements(
     open_atomic: Callable[..., DjangoStore], monkeypatch: pytest.MonkeyPatch
 ):
     """Of all kinds, in whatever session: docs/exactly-once.md gives their number."""
-    from pymysql.connections import Connection
-
-    store, send, sent = open_atomic("mariadb"), Connection._execute_command, list[Any]()
+    driver: Any = pytest.importorskip("pymysql.connections")
+    store, sent = open_atomic("mariadb"), list[Any]()
+    send = driver.Connection._execute_command
 
     def note(connection: Any, command: int, sql: Any) -> None:
         sent.append(sql)
         send(connection, command, sql)
 
-    monkeypatch.setattr(Connection, "_execute_command", note)
+    monkeypatch.setattr(driver.Connection, "_execute_command", note)
     for name in ("with what a connection needs", "as usual"):
         sent.clear()
         with store.transaction(claimed(store, named(name))) as run:

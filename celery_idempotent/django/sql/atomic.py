@@ -31,8 +31,8 @@ from django.db import Error, OperationalError
 from django.db.transaction import Atomic
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.connections import Connections, Session
-from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, READ_ONLY, error_code, kind
+from celery_idempotent.django.sql.connections import READ_ONLY, Connections, Session
+from celery_idempotent.django.sql.dialects import POSTGRESQL_LOCK, error_code, kind
 from celery_idempotent.django.sql.rows import OPEN, RowSnapshot, digest, settle_claim
 from celery_idempotent.django.transactions import is_testcase
 from celery_idempotent.errors import (
@@ -191,7 +191,7 @@ class ClaimTransaction:
         try:
             yield
         except Error as error:
-            if error_code(error) not in READ_ONLY:
+            if error_code(error) != READ_ONLY:
                 raise
             raise IdempotencyError(
                 "a step of an idempotency_atomic task may not write to the database of its transaction: it is not done"
@@ -209,17 +209,14 @@ class ClaimTransaction:
         if not self._nested:
             # Django leaves that of an earlier transaction there.
             self._own.rollback_exc = None  # type: ignore[attr-defined]
-        locks = {
-            "postgresql": self._lock_row,
-            "mysql": self._lock_session,
-            "sqlite": self._lock_all,
-        }
-        early = vendor == "mysql" and not self._nested
-        found = self._lock_session() if early else []
+        lock = {"postgresql": self._lock_row, "mysql": self._lock_session}.get(
+            vendor, self._lock_all
+        )
+        begins = vendor == "mysql" and not self._nested
+        found = lock() if begins else []
         self._block.__enter__()
         self._entered = True
-        if not early:
-            found = locks[vendor]()
+        found = found if begins else lock()
         if not found:
             raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
         if not found[0][0]:
@@ -252,10 +249,8 @@ class ClaimTransaction:
         )
         lease = self._lease_ms // 1000
         self._timeout = (variable, known)
-        self._session.execute(
-            f"SAVEPOINT {_SAVEPOINT}",
-            first=f"SET SESSION {variable} = {min(lease, known or lease)}, autocommit = 0",
-        )
+        begin = f"SET SESSION {variable} = {min(lease, known or lease)}, autocommit = 0"
+        self._session.execute(f"SAVEPOINT {_SAVEPOINT}", first=begin)
         return [(locked,)] if ours else []
 
     def _lock_name(self) -> str:
@@ -271,7 +266,7 @@ class ClaimTransaction:
             StoreUnavailable: if the record could not be reached: roll back, and try again.
             Error: what befell the transaction as a whole, a serialization failure for instance.
         """
-        own, session, identity = self._own, self._session, request.record.identity
+        own, session = self._own, self._session
         if own.closed_in_transaction or own.connection is None or own.needs_rollback:
             cause: Any = own.rollback_exc if own.needs_rollback else None  # type: ignore[attr-defined]
             if isinstance(cause, Error) and kind(cause, own.vendor) == "lost":
@@ -280,12 +275,10 @@ class ClaimTransaction:
         try:
             # Set first thing in the transaction, so it exists only as long as the transaction does.
             first = "" if own.vendor == "postgresql" else f"RELEASE SAVEPOINT {_SAVEPOINT}"
-            settled = settle_claim(session, request, atomic=True, first=first)
+            settled = settle_claim(session, request, first=first)
             if own.vendor == "postgresql" and not settled:
-                ((token,),) = session.rows(
-                    "SELECT current_setting('celery_idempotent.token', true)"
-                )
-                if token != str(request.record.token):
+                found = session.rows("SELECT current_setting('celery_idempotent.token', true)")
+                if found != [(str(request.record.token),)]:
                     raise TransactionEnded
         except Error as error:
             trouble = kind(error, own.vendor)
@@ -295,12 +288,7 @@ class ClaimTransaction:
                 raise SessionLost from error
             if error_code(error) in _ENDED or "no such savepoint" in str(error):
                 raise TransactionEnded from error
-            if trouble == "misconfigured":
-                raise self._connections.trouble(error) from error
-            raise StoreUnavailable(
-                f"the record of {identity} could not be settled in the task's transaction"
-                f" ({type(error).__name__})"
-            ) from error
+            raise self._connections.trouble(error) from error
         return settled
 
     def _commit(self) -> None:

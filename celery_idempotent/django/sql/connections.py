@@ -31,14 +31,7 @@ from django.db.transaction import atomic
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.dialects import (
-    READ_ONLY,
-    Dialect,
-    Kind,
-    dialect_of,
-    error_code,
-    kind,
-)
+from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect_of, error_code, kind
 from celery_idempotent.django.transactions import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
@@ -63,8 +56,14 @@ _NEVER = 2**31
 _SMALL = 256 * 1024
 _REST_OF_STATEMENT = 64 * 1024
 
-#: What PostgreSQL, MariaDB and MySQL call a table that is not there.
-_NO_TABLE = ("42P01", 1146)
+#: PostgreSQL's code of a write on a standby or in a read-only transaction.
+READ_ONLY = "25006"
+_LET_WRITE = (
+    "the transaction is read-only: turn off default_transaction_read_only, and set no READ ONLY"
+)
+_MIGRATE = "put celery_idempotent.django in INSTALLED_APPS and run manage.py migrate"
+#: What to do, by the codes of PostgreSQL, MariaDB and MySQL.
+_HINTS = {READ_ONLY: _LET_WRITE, 1792: _LET_WRITE, "42P01": _MIGRATE, 1146: _MIGRATE}
 #: Django takes it where it is there, else psycopg2.
 _PSYCOPG_3 = find_spec("psycopg") is not None
 
@@ -237,11 +236,9 @@ class Connections:
             return StoreUnavailable(f"{where}: other writers changed the same record too often")
         # Never the text of an error about data: it quotes the data, which may be secret.
         if what == "misconfigured":
-            hint = "its log says why"
-            if error_code(error) in _NO_TABLE or "no such table" in str(error):
-                hint = "put celery_idempotent.django in INSTALLED_APPS and run manage.py migrate"
-            elif error_code(error) in READ_ONLY:
-                hint = "the transaction is read-only: turn off default_transaction_read_only, and set no READ ONLY"
+            hint = _HINTS.get(error_code(error), "its log says why")
+            if "no such table" in str(error):
+                hint = _MIGRATE
             return StoreMisconfigured(
                 f"{where} refused a statement ({type(error).__name__}): {hint}"
             )
@@ -287,7 +284,7 @@ class Connections:
                 is_reusable = True
                 raise
             except Error as error:
-                read_only = error_code(error) == READ_ONLY[0]
+                read_only = error_code(error) == READ_ONLY
                 if read_only and session.rows("SELECT pg_is_in_recovery()")[0][0]:
                     # Lost: the next connection may lead to the server that is the primary by now.
                     raise OperationalError("it is a standby") from error

@@ -25,9 +25,6 @@ Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "unavailable"]
 #: The rows of the table of marks: the largest token of the rows that were deleted, and when the last sweep ended.
 TOKENS, SWEPT = 1, 2
 
-#: A write in a read-only transaction, on PostgreSQL also one on a standby server.
-READ_ONLY = ("25006", 1792)
-
 #: The lock of a claim's run on PostgreSQL, for a row ``r``.
 POSTGRESQL_LOCK = "('x' || encode(substr(r.digest, 1, 8), 'hex'))::bit(64)::bigint # r.token"
 
@@ -68,11 +65,6 @@ class Dialect:
         """The time in milliseconds."""
         return f"({self.now_us} {self.div} 1000)"
 
-    @property
-    def moment_ms(self) -> str:
-        """The same, read once for a statement: an index of PostgreSQL is not searched by what may change within it."""
-        return f"(SELECT {self.now_ms})"
-
 
 _DIALECTS = {
     "postgresql": Dialect(
@@ -98,8 +90,7 @@ _DIALECTS = {
         now_us="timestampdiff(microsecond, '1970-01-01', utc_timestamp(6))",
         running="is_used_lock(concat('celery_idempotent:', hex(r.digest), r.token)) IS NOT NULL",
         conflict="1020|1213",
-        # 1153: closed for a packet that is too large; 1290: read_only, as on a former primary; 1927: killed; 4031: idle
-        # for too long.
+        # 1153: a packet was too large; 1290: a former primary is read-only; 1927: killed; 4031: idle for too long.
         lost="0$|1153|1290|1927|20(02|03|06|13|14|55)|4031",
         misconfigured="10(44|45|49)|11(42|46|53)|1792",
         or_nothing="",

@@ -200,18 +200,16 @@ def claim_free_key(
     return RowSnapshot(session, identity, row)
 
 
-def settle_claim(
-    session: Session, request: SettleRequest, *, atomic: bool = False, first: str = ""
-) -> bool:
-    """Settle a claim as its owner knows it, after the statement ``first``; ``False``: look at what is there.
+def settle_claim(session: Session, request: SettleRequest, *, first: str | None = None) -> bool:
+    """Settle a claim as its owner knows it; ``False``: look at what is there.
 
-    It is the only settle of an ``atomic`` run: however long ago its claim was, and whatever a sweep made of the record.
+    Of an atomic run (a statement goes ``first``, or "") it is the only settle, whatever a sweep made of the record.
     """
     dialect, record, keep_ms = session.dialect, request.record, max(request.keep_ms, 1)
     args, before = table.settle_arguments(request), StoredRecord(record, 0)
     settled = after(decide("settle", before, args, 0), before, args, 0, record.token)
     letter, *_, data, value = _values(session, settled)
-    now_ms = dialect.now_ms
+    now_ms, atomic = dialect.now_ms, first is not None
     where = OPEN if atomic else f"state = 'P' AND expires_ms > {now_ms}"
     # What SET LOCAL has set is gone with the transaction that the claim's run began.
     own = dialect.vendor == "postgresql" and atomic
@@ -225,7 +223,7 @@ def settle_claim(
             *(letter, data, value, keep_ms, keep_ms + PRUNE_SLACK_MS),
             *(digest(record.identity), record.token),
         ),
-        first=first,
+        first=first or "",
     )
     return written == 1
 
