@@ -456,21 +456,26 @@ def _write_alone(run: Run, end: SettleRequest) -> bool:
             raise
 
     def write_later() -> None:
-        if run.phase is SETTLING:  # the heartbeat calls it more than once
+        if run.phase is not SETTLING:
+            return  # the heartbeat calls it more than once
+        try:
             note_end(run, end.state) if write() else _lose(run)
+        except Exception as error:
+            if time.monotonic() < run.settling_since + lease_s:
+                raise errors.StoreUnavailable(str(error)) from error
+            run.phase = ENDED
+            report(run, signals.settle_failed, run.record, error=error)
 
     if run.shield.ending:
         return _ask(run, 0.0, write)
     lease_s = run.policy.lease_ms / 1000
     run.shield.pause(min(backoff.seconds(1), lease_s))
-    until = run.settling_since + min(lease_s, run.settle_seconds)
-    is_handed_over = run.settle_seconds < lease_s
-    try:
-        if not is_handed_over or time.monotonic() < until:
+    if run.settle_seconds >= lease_s:
+        return _ask(run, run.settling_since + lease_s, write)
+    until = run.settling_since + run.settle_seconds
+    with suppress(Exception):
+        if time.monotonic() < until:  # a silent store takes longer than that
             return _ask(run, until, write)
-    except Exception:
-        if not is_handed_over:
-            raise
     run.phase = SETTLING
     heartbeat.undo_later(write_later)
     return False

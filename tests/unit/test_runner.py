@@ -504,13 +504,13 @@ class TestStoreFailures:
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
 
-    @pytest.mark.parametrize("outcome", ["settled", "lease_lost"])
+    @pytest.mark.parametrize("outcome", ["settled", "lease_lost", "settle_failed"])
     def test_a_settle_for_which_the_caller_does_not_wait_goes_on_in_the_heartbeat(
         self, execute, store, memory, events, fake_time, clock, monkeypatch, outcome
     ):
-        def no_answer(text: str) -> StoreUnavailable:
+        def no_answer(text: str) -> Exception:
             fake_time.now += silence
-            return StoreUnavailable(text)
+            return error(text)
 
         def again() -> None:
             given_up.due = 0.0
@@ -520,7 +520,10 @@ class TestStoreFailures:
         monkeypatch.setattr(heartbeat, "start", lambda: None)
         monkeypatch.setattr(protocol, "heartbeat", heartbeat)
         monkeypatch.setattr(CallRun, "settle_seconds", 3.0)
-        silence = 5.0 if outcome == "settled" else 0.0  # or the store refuses connections
+        # The store is silent, or refuses everything.
+        silence, error = (
+            (5.0, StoreUnavailable) if outcome == "settled" else (0.0, StoreMisconfigured)
+        )
         store.fail_always("settle", no_answer)
         assert execute(lambda: 1, lease_ms=20_000) == Ran(1)
         assert 2 < fake_time.now - fake_time.START < (6 if silence else 3.1)
@@ -530,7 +533,10 @@ class TestStoreFailures:
         assert store.calls[-1] == "renew", "it keeps its lease meanwhile"
         again()
         assert events.names == ["claimed"]
-        store._always.clear()
+        if outcome == "settle_failed":
+            fake_time.now += 20
+        else:
+            store._always.clear()
         if outcome == "lease_lost":
             clock.advance(20_001)
             claim(memory)
