@@ -74,6 +74,38 @@ def test_a_view_inside_a_transaction_is_refused(pay: Any) -> None:
     assert pay.runs == []
 
 
+def test_a_view_inside_the_transaction_of_its_request_is_found_by_a_check(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from django.core.checks import run_checks
+    from django.urls import include, path
+    from rest_framework.views import APIView
+
+    def guarded(name: str) -> Any:
+        def view(_: Any) -> None:
+            """Never called."""
+
+        view.__qualname__ = name
+        return idempotent_view(**options)(view)
+
+    class Handled(APIView):
+        post = guarded("post")
+
+    free = transaction.non_atomic_requests
+    views = [guarded("found"), Handled.as_view(), free(guarded("free")), free(Handled.as_view())]
+    urls = (path("api/", include([path(f"{n}", each) for n, each in enumerate(views)])),)
+
+    def found() -> list[str]:
+        messages = run_checks(tags=["idempotency"])
+        told = [each.msg.split()[2] for each in messages if each.id == "celery_idempotent.W028"]
+        return [name.rpartition(".")[2] for name in told]
+
+    with override_settings(ROOT_URLCONF=urls):
+        assert found() == []
+        monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+        assert found() == ["found", "Handled"]
+
+
 # Records -------------------------------------------------------------------------------------------------------------
 
 

@@ -432,6 +432,14 @@ def test_half_a_body_without_a_length_reaches_no_application(shop: Shop) -> None
     assert shop.runs == []
 
 
+@pytest.mark.parametrize(("last", "status"), [(b"", 201), (b"y", 413)])
+def test_a_body_in_chunks_is_read_beyond_its_limit(shop: Shop, last: bytes, status: int) -> None:
+    client = open_client("asgi", shop, max_request_bytes=10)
+    scope = client.scope("POST", "/pay", "", {**client.headers, "Idempotency-Key": new_key()})
+    assert asyncio.run(client.serve(scope, [b"x" * 10, last])).status == status
+    assert [call.body for call in shop.runs] == [b"x" * 10] * (status == 201)
+
+
 async def burst(client: AsgiClient, keys: list[str]) -> list[Answer]:
     headers = [{**client.headers, "Idempotency-Key": key} for key in keys]
     scopes = [client.scope("POST", "/pay", "", each) for each in headers]

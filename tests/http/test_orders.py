@@ -405,6 +405,7 @@ def test_what_a_transaction_queues_is_promised_once_it_is_committed(
             answer = queue(charge)
             assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, False)
             assert record(charge).message is None, "nothing to be sent after a ROLLBACK"
+            assert look(answer["Location"]).status_code == 404
             short = record(charge).deadline_ms - record(charge).updated_ms
             with monkeypatch.context() as patch:
                 patch.setattr(core, "REQUEST_RETRY_SECONDS", 0.2)
@@ -417,7 +418,7 @@ def test_what_a_transaction_queues_is_promised_once_it_is_committed(
                 second.result(0.3)
             assert messages(app) == 0
         assert second.result(60).status_code == 202
-    assert messages(app) == 1
+    assert (messages(app), look(answer["Location"]).status_code) == (1, 200)
     assert record(charge).deadline_ms - record(charge).updated_ms > short
 
 

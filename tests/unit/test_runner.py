@@ -508,7 +508,7 @@ class TestStoreFailures:
     def test_a_settle_for_which_the_caller_does_not_wait_goes_on_in_the_heartbeat(
         self, execute, store, memory, events, fake_time, clock, monkeypatch, outcome
     ):
-        def no_answer(text: str) -> Exception:
+        def no_answer(text: str) -> Any:
             fake_time.now += silence
             return error(text)
 

@@ -107,7 +107,9 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
         except RequestRefused as refused:
             return asked.refused(refused)
 
-    return await_ if iscoroutinefunction(view) else call
+    made: Any = await_ if iscoroutinefunction(view) else call
+    made.refuses_transactions = guards  # for the check
+    return made  # type: ignore[no-any-return]
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
