@@ -126,8 +126,10 @@ def identity(key: str = "k") -> Identity:
     return Identity(namespace="work", key=key)
 
 
-def hold(store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: str = "t1") -> Record:
-    return claim_key(store, identity(key), task_id=task_id, worker=worker_name(pid))
+def hold(
+    store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: str = "t1", **more: Any
+) -> Record:
+    return claim_key(store, identity(key), task_id=task_id, worker=worker_name(pid), **more)
 
 
 def undertakers() -> list[threading.Thread]:
@@ -273,6 +275,16 @@ class TestWhoseClaim:
         self.lose(make(dead))
         assert get(identity()) == before
 
+    @pytest.mark.parametrize("comes_back", [True, False])
+    def test_whose_message_is_gone_is_left_to_the_sweep_that_sends_it_again(
+        self, make, store, task, dead, comes_back
+    ):
+        task.reject_on_worker_lost = comes_back
+        hold(store, task, dead, on_stale="requeue")
+        self.lose(make(dead))
+        state = State.INTERRUPTED if comes_back else State.PROCESSING
+        assert store.get(identity()).state is state
+
     def test_a_settled_record_stays(self, make, store, task, dead):
         record = hold(store, task, dead)
         store.settle(
@@ -308,9 +320,11 @@ class TestWhoseClaim:
         assert store.get(identity("stamped")).state is State.INTERRUPTED
 
 
-@pytest.mark.parametrize("mode", ["enforce", "observe"])
+@pytest.mark.parametrize(
+    ("mode", "rejects"), [("enforce", True), ("enforce", False), ("observe", True)]
+)
 def test_a_message_comes_back_for_its_callbacks_if_that_runs_nothing_again(
-    app: Celery, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mode: str
+    app: Celery, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mode: str, rejects: bool
 ) -> None:
     if not hasattr(CeleryRequest, "_success_was_stored"):
         pytest.skip("this Celery does not look for a stored success")
@@ -318,8 +332,9 @@ def test_a_message_comes_back_for_its_callbacks_if_that_runs_nothing_again(
     @app.task(name="late", base=IdempotentTask, shared=False, idempotency_mode=mode, acks_late=True)
     def late(key: str) -> None: ...
 
-    late.reject_on_worker_lost = True
+    late.reject_on_worker_lost = rejects
     app.backend.store_result("t1", None, "SUCCESS")
     monkeypatch.setattr(worker, "callbacks_of", lambda _: (True,))
     stored = make(None, of=late)._success_was_stored()
-    assert bool(stored) == (mode == "observe"), "a task that is only observed would run again"
+    # A task that is only observed would run again.
+    assert bool(stored) == (mode == "observe" or not rejects)

@@ -33,6 +33,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery.callbacks import OUTCOME
+from celery_idempotent.celery.publishing import lost_after_ms
 from celery_idempotent.celery.task import make_store
 from celery_idempotent.protocol import shield
 from celery_idempotent.records import Identity, Record, State
@@ -998,6 +999,17 @@ class TestReplace:
         deliver(app, replacement)
         assert app.AsyncResult(message.id).result == "replaced"
 
+    def test_one_that_keeps_the_count_of_retries_is_no_retry(self, app, store, published):
+        @ours(app, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> Any:
+            if not self.request.retries:
+                raise self.retry(countdown=0)
+            raise self.replace(task.s("other").set(retries=self.request.retries))
+
+        deliver(app, send(published, task, "k"))
+        deliver(app, published[-1])
+        assert record(store, "k", "t").replaced
+
     @pytest.mark.parametrize(("age", "state"), [(499, "RETRY"), (501, "FAILURE")])
     def test_a_duplicate_does_not_wait_for_a_replacements_result_until_it_would_run_itself(
         self, published, age, state
@@ -1020,6 +1032,12 @@ class TestReplace:
         assert answer.state == state
         if state == "FAILURE":
             assert isinstance(answer.result, ResultUnavailable)
+
+
+def test_a_message_whose_eta_is_over_may_take_as_long_as_any_other():
+    past = datetime.now(timezone.utc) - timedelta(hours=1)
+    for options in ({"eta": past}, {"eta": past.isoformat()}, {"countdown": -3600}):
+        assert lost_after_ms(options) == lost_after_ms({})
 
 
 def test_the_time_limit_of_a_worker_is_that_of_its_own_app(app, store, published):
