@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from celery.utils.collections import ConfigurationView
-
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -44,6 +42,8 @@ def first_name(conf: Any, name: str) -> str:
 
 def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
+    from celery.utils.collections import ConfigurationView
+
     conf = loaded(app)
     spellings, prefix = getattr(conf, "_keys", None), getattr(conf, "prefix", None)
     # Celery's own method for this, value_set_for(), knows all spellings only from 5.7 on.
