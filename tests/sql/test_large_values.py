@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +10,10 @@ import redis
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import State, Stored
+from celery_idempotent.records import State
 from celery_idempotent.testing import deliver
 from tests.sql.databases import rows
-from tests.sql.verbs import KEY, claimed, end_of
+from tests.sql.verbs import claimed, end_of
 from tests.support.servers import EmbeddedRedis
 
 pytest.importorskip("django")
@@ -81,20 +80,9 @@ def test_a_result_that_fits_is_kept(use_database: Callable[..., str], atomic: bo
 
 
 def test_an_idle_connection_keeps_no_result(open_store: Callable[..., DjangoStore]):
-    from psycopg import Cursor
-
     store = open_store("postgresql")
-    large = Stored(content_type="text/plain", content_encoding="utf-8", body=b"x" * MIB)
-    assert store.settle(end_of(claimed(store), value=large))
-    assert store.get(KEY) is not None
-    idle = [session.connection.connection for session in store.connections._idle]
-    held = [
-        each
-        for each in gc.get_objects()
-        if type(each) is Cursor and each.connection in idle and each.pgresult is not None
-    ]
-    assert idle
-    assert held == []
+    assert store.settle(end_of(claimed(store)))
+    assert {session.cursor for session in store.connections._idle} == {None}
 
 
 @pytest.fixture
