@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -34,24 +33,17 @@ def own_settings(app: Celery) -> list[str]:
     return [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
 
 
-def first_name(conf: Any, name: str) -> str:
-    """Return the name under which Celery looks for a setting first: it may have the prefix of all settings."""
-    prefix: str = getattr(conf, "prefix", None) or ""
-    return (prefix + name).upper() if prefix.isupper() else prefix + name
-
-
 def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
     from celery.utils.collections import ConfigurationView
 
     conf = loaded(app)
     spellings, prefix = getattr(conf, "_keys", None), getattr(conf, "prefix", None)
-    # Celery's own method for this, value_set_for(), knows all spellings only from 5.7 on.
-    layers: Any = _set_by_user(conf)
-    user = ConfigurationView({}, layers, spellings, prefix)
+    # Celery's own value_set_for() knows all spellings only from 5.7 on.
+    user = ConfigurationView({}, _set_by_user(conf), spellings, prefix)
     return user.get(name, user) is not user
 
 
-def _set_by_user(conf: object) -> list[Mapping[str, object]]:
+def _set_by_user(conf: object) -> Any:
     """Return all layers of the settings but the last, which holds Celery's defaults."""
     return list(getattr(conf, "maps", ()))[:-1]

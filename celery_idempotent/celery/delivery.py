@@ -20,7 +20,7 @@ from copy import deepcopy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from celery import current_task
+from celery._state import get_current_task
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils import uuid
@@ -143,7 +143,7 @@ class Delivery(republish.DeliveredRun):
             return self.store.settle(end)
         written = self.store.settle_with_result(end, result)
         if written == "stored":
-            fused.note_stored(self.request)
+            vars(self.request).update(fused.STORED)
         return written != "lost"
 
     def settled(self, state: EndState) -> None:
@@ -201,7 +201,7 @@ class Delivery(republish.DeliveredRun):
             with suppress(Exception):  # else Celery's tracer stores it, in two trips
                 result = fused.write_of(self.task, request, self.store, record.value)
                 if result is not None and self.store.write_result(result):
-                    fused.note_stored(request)
+                    vars(request).update(fused.STORED)
         return value
 
     def _from_backend(self, record: Record, age_ms: int) -> object:
@@ -218,11 +218,10 @@ class Delivery(republish.DeliveredRun):
             return value
         if state == "FAILURE" and isinstance(value, Exception):
             raise value
-        # A replacement may take long; but once the record is gone, the duplicate would run.
+        # A replacement may take long, until the record is gone and the duplicate would run. Eager calls store nothing.
         wait_ms = policy.settled_keep_ms // 2 if record.replaced else policy.lease_ms
-        if self.request.is_eager and not record.replaced:
-            wait_ms = 0  # an eager call does not store its result there
-        if state and age_ms < wait_ms and not own:
+        may_come = record.replaced or not self.request.is_eager
+        if state and age_ms < wait_ms and may_come and not own:
             republish.conflict(self, record, policy.lease_ms)
         raise ResultUnavailable(
             f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
@@ -282,15 +281,14 @@ def _prepare_process(pid: int) -> str:
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and hasattr(signal, "SIGUSR1"):
         handler = signal.getsignal(signal.SIGUSR1)
-        is_pools = getattr(handler, "__module__", "") == "billiard.pool"
-        if is_pools or threading.get_ident() in shield.shields:  # or a signal struck here before
-            shield.install(signal.SIGUSR1, signal.SIGTERM, current=_current_id)
+        # Ours already, if a signal struck here before.
+        if getattr(handler, "__module__", "") in ("billiard.pool", shield.__name__):
+            made = shield.Shield(
+                lambda: getattr(getattr(get_current_task(), "request", None), "id", None)
+            )
+            held = shield.shields.setdefault(threading.get_ident(), made)
+            held.hold(signal.SIGUSR1, signal.SIGTERM)
     return worker_name(pid)
-
-
-def _current_id() -> str | None:
-    # Tasks on a thread's stack are behind a proxy.
-    return str(current_task.request.id) if current_task else None  # type: ignore[truthy-bool]
 
 
 def identify_delivery(

@@ -13,7 +13,6 @@ Celery writes, but ``date_done`` is always in UTC.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
-#: On a request: its result is stored, Celery's tracer leaves it alone.
-STORED = "idempotency_stored"
+#: On a request whose result is stored: Celery's tracer leaves it alone. A copy has its own to be stored.
+STORED = {"ignore_result": True, "idempotency_stored": True}
 
 #: Does Celery's tracer leave the result of a request alone? Some releases ask the task only.
-_is_ignored: Callable[[AnyTask, Any], object] = {**vars(trace), **vars(app_task)}.get(
+_is_ignored: Any = {**vars(trace), **vars(app_task)}.get(
     "get_actual_ignore_result", lambda task, _: task.ignore_result
 )
 
@@ -70,11 +69,6 @@ def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) ->
         return None
     key, expires_s = prefix + request.id.encode(), int(backend.expires or 0)
     return ResultWrite(key, _payload(request, value), expires_s)
-
-
-def note_stored(request: Any) -> None:
-    """Have Celery's tracer leave the result of this request alone."""
-    vars(request).update({"ignore_result": True, STORED: True})
 
 
 def _payload(request: Any, value: Stored) -> bytes:

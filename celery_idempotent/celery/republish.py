@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry
 from kombu import Exchange, Queue
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
@@ -222,14 +222,11 @@ def _publish_again(run: DeliveredRun, again: Sig) -> None:
     pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
     line = "idempotency: %s[%s] cannot be published, pausing %.0f s: %s"
     logger.error(line, task.name, request.id, pause, reason)
-    try:
-        if not run.shield.pause(pause):
+    if not run.shield.pause(pause):
+        # By a soft time limit the task, which has not begun or is done, would fail: only the last copy does.
+        back = task.acks_late
+        if run.shield.ending or not back:
             run.shield.open()
-    except SoftTimeLimitExceeded:
-        # The task, which has not begun or is done, would fail.
-        if not task.acks_late:
-            raise
-        back = True
     if back:
         raise Reject(reason, requeue=True)
     raise NotRepublishedError(reason)

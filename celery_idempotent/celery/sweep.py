@@ -24,7 +24,6 @@ from celery_idempotent.errors import IdempotencyError, InvalidOption, Processing
 from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer, log_not_kept
-from celery_idempotent.settings import first_name
 from celery_idempotent.signals import FAILED_WITHOUT_RUN, Call, Details, Line, counters, report
 from celery_idempotent.stores import get_store
 
@@ -176,7 +175,13 @@ def install_sweep(app: Celery) -> None:
         # A tick that no worker took before the next one is dropped, by RabbitMQ itself.
         options = dict.fromkeys(("expires", "expiration"), max(interval, 1.0))
         entry = {"task": SWEEP, "schedule": interval, "options": options}
-        app.conf[first_name(app.conf, "beat_schedule")] = {**app.conf.beat_schedule, SWEEP: entry}
+        # The name that Celery looks for first has the prefix of all settings.
+        prefix: str = getattr(app.conf, "prefix", None) or ""
+        name = f"{prefix}beat_schedule"
+        app.conf[name.upper() if prefix.isupper() else name] = {
+            **app.conf.beat_schedule,
+            SWEEP: entry,
+        }
 
     if vars(app)["finalized"]:
         register()

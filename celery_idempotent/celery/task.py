@@ -11,7 +11,7 @@ from celery import signals as celery_signals
 from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
-from celery_idempotent.celery import callbacks, delivery, publishing
+from celery_idempotent.celery import callbacks, delivery, fused, publishing
 from celery_idempotent.celery.canvas import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.celery.definition import (
     DefinedTask,
@@ -27,7 +27,6 @@ from celery_idempotent.celery.delivery import (
     delivery_of,
     next_after_ours,
 )
-from celery_idempotent.celery.fused import STORED
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.sweep import install_sweep
 from celery_idempotent.celery.typed import Options, Result, Sig
@@ -168,7 +167,7 @@ class IdempotentTask(DefinedTask):
 
     def signature_from_request(self, request: Any = None, *rest: Any, **options: Any) -> Any:
         """Return a signature that repeats a request, as Celery does; its own result is to be stored again."""
-        if STORED in vars(request or self.request):
+        if fused.STORED.keys() <= vars(request or self.request).keys():
             options.setdefault("ignore_result", False)
         return super().signature_from_request(request, *rest, **options)
 

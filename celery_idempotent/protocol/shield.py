@@ -3,10 +3,10 @@
 In a pool child the handlers of the soft time limit (SIGUSR1) and of SIGTERM raise an exception between any two
 instructions. The shield wraps both, once in each pool child::
 
-    claim ──────────── body ──────────── settle ──────────── return ─ Celery: callbacks, result, hooks ─ end
-      noted: raised      raised here       noted: a soft limit is dropped,    a soft limit is dropped as well,
-      where the body                       its task is over; SIGTERM          for as long as Celery is busy with
-      would begin                          ends the process now               this task
+    claim ──────────── body ──────────── settle ─── return ─── Celery: callbacks, result, hooks
+      noted: raised      raised here       a soft limit is dropped, its task is over;
+      where the body                       SIGTERM is noted until the return, and ends the process then
+      would begin
 
 A signal also ends the wait for a verb of the store, which is then asked again as if its answer had been lost; after
 SIGTERM once. A soft limit that strikes around the body of an eager call is raised in its caller. A function of
@@ -17,16 +17,12 @@ start of a function, after a call of a C function, and at the end of a loop: not
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-logger = logging.getLogger(__name__)
 
 #: Functions of this module are never struck.
 _PROTOCOL = f"{__package__}.run"
@@ -47,17 +43,16 @@ class Shield:
     ending = False
     #: A noted soft limit was raised where a body would begin.
     raised_early = False
-    #: The task whose run ended last. Its caller may still be busy with it.
+    #: The task whose run ended last: no soft limit while ``current()``, of the caller, still returns it.
     over: str | None = None
 
-    def __init__(self, current: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, current: Callable[[], object] = lambda: None) -> None:
+        self._current = current
         self._noted: list[int] = []
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-        #: Returns the task that the thread is busy with.
-        self._current = current
 
     def hold(self, *signals: int) -> None:
-        """Stand before the handlers of these signals; again, if one of them struck meanwhile."""
+        """Hold these signals back from now on. If one strikes meanwhile, this may be called again."""
         for signum in signals:
             handler = signal.getsignal(signum)
             if callable(handler) and handler != self._handle:
@@ -71,8 +66,8 @@ class Shield:
         if not self.closed and not in_protocol:
             self._handlers[signum](signum, frame)
             return
-        has_last_try, self.ending = self.ending, self.ending or signum == signal.SIGTERM
         self._noted.append(signum)
+        has_last_try, self.ending = self.ending, self.ending or signum == signal.SIGTERM
         if self.waiting and not has_last_try and not in_protocol:
             self.waiting = False
             raise VerbInterruptedError("the store was not waited for: a signal came")
@@ -92,15 +87,14 @@ class Shield:
 
     def leave(self, *, was_closed: bool, over: str | None = None) -> None:
         """Leave it as it was, and raise the noted signals; a soft time limit not if the task ``over`` has ended."""
-        if not was_closed:
-            self.over = over
-        self.closed, self.waiting = was_closed, False
-        if not self._noted or was_closed:
+        self.waiting = False
+        if was_closed:
             return
-        if over is not None and signal.SIGUSR1 in self._noted:
-            logger.warning("idempotency: a soft time limit came after its task had ended")
-            self._noted = [signum for signum in self._noted if signum != signal.SIGUSR1]
-        self.open()
+        self.over, self.closed = over, False
+        if self._noted:
+            if over is not None:
+                self._noted = [signum for signum in self._noted if signum != signal.SIGUSR1]
+            self.open()
 
     @contextmanager
     def around_eager_call(self) -> Iterator[None]:
@@ -131,11 +125,6 @@ class Shield:
 #: The shields of threads by ``threading.get_ident()``, and that of all others.
 shields: dict[int, Shield] = {}
 NO_SHIELD = Shield()
-
-
-def install(*signals: int, current: Callable[[], str | None] = lambda: None) -> None:
-    """Hold these signals back in this thread, the main one, from now on; ``current``: see :class:`Shield`."""
-    shields.setdefault(threading.get_ident(), Shield(current)).hold(*signals)
 
 
 if hasattr(os, "register_at_fork"):

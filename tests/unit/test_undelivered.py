@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from amqp.exceptions import MessageNacked, NotFound
@@ -24,9 +25,18 @@ def raised(error: Exception, module: str = "tests") -> Exception:
     return found.value
 
 
+def wrapped(error: Exception) -> Exception:
+    """Return what kombu makes of an error of the code of a value."""
+    with pytest.raises(EncodeError) as found:
+        dumps(Mock(__json__=Mock(side_effect=error)), serializer="json")
+    return found.value
+
+
 @pytest.mark.parametrize(
     ("transient", "error"),
     [
+        (True, wrapped(ConnectionResetError())),
+        (False, wrapped(RecursionError())),
         *((False, kind("x")) for kind in (EncodeError, InvalidKey, TypeError, AttributeError)),
         *((True, kind("x")) for kind in (OperationalError, ConnectionResetError, NotFound)),
         *((True, kind("x")) for kind in (MessageNacked, StoreUnavailable, RuntimeError)),
@@ -43,21 +53,6 @@ def test_errors_of_a_client_whose_connection_breaks_are_transient(module):
     error = raised(AttributeError("'NoneType' object has no attribute 'client'"), module)
     assert is_transient(error)
     assert not is_transient(raised(EncodeError("x"), module))
-
-
-@pytest.mark.parametrize(
-    ("transient", "raised_in_encoder"), [(True, ConnectionResetError()), (False, RecursionError())]
-)
-def test_an_error_of_the_code_of_a_value_is_what_it_is_when_kombu_wraps_it(
-    transient, raised_in_encoder
-):
-    class Value:
-        def __json__(self) -> None:
-            raise raised_in_encoder
-
-    with pytest.raises(EncodeError) as found:
-        dumps(Value(), serializer="json")
-    assert is_transient(found.value) is transient
 
 
 def part(**options: Any) -> Any:
