@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import (
+    DuplicateCall,
     FailedByOperator,
     FingerprintMismatch,
     IdempotencyError,
@@ -24,7 +25,7 @@ from celery_idempotent.errors import (
 )
 from celery_idempotent.keys.arguments import ALL_ARGUMENTS
 from celery_idempotent.protocol.claim import Claim, current_claim
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import EarlierCall, Record, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL_ARGUMENTS",
     "Claim",
+    "DuplicateCall",
+    "EarlierCall",
     "FailedByOperator",
     "FingerprintMismatch",
     "IdempotencyError",

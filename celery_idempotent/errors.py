@@ -51,6 +51,20 @@ class InProgress(IdempotencyError):
         self.expires_in = expires_in
 
 
+class DuplicateCall(IdempotencyError):
+    """A call with this key was made before.
+
+    ``task_id`` is the first call's task id, ``state`` that of its record.
+    """
+
+    def __init__(
+        self, message: str | None = None, task_id: str | None = None, state: str | None = None
+    ) -> None:
+        super().__init__(message, task_id, state)
+        self.task_id = task_id
+        self.state = state
+
+
 class LeaseLost(IdempotencyError):
     """The claim is no longer ours: a newer claim of the key exists, or the record was forgotten."""
 

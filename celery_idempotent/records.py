@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 #: The namespace of the keys of all guarded views.
 HTTP_NAMESPACE: Final = "http"
@@ -55,6 +55,11 @@ class Identity:
     key: str
 
     @property
+    def waiting(self) -> Identity:
+        """Where the one call is reserved that waits while another runs (``publish_once="until_start"``)."""
+        return Identity(namespace=self.namespace, scope=self.scope, key=f"~{self.key}")
+
+    @property
     def by_task_id(self) -> bool:
         """Is the key only the task id, which no other call shares?"""
         return self.key.startswith("@")
@@ -82,6 +87,7 @@ class Record:
     callbacks were sent; ``reserved``: before the publish, in a transaction that may still be rolled back if
     ``uncommitted``; ``swept``: a sweep ended the claim or settled the record, and its owner may go on with its token.
     ``message`` is published when the key is requeued. ``note`` is the last operation of a person, by whom, and why.
+    ``copies``: ids of this task and of earlier ones whose messages were sent more than once.
     """
 
     identity: Identity
@@ -105,6 +111,7 @@ class Record:
     message: bytes | None = field(default=None, repr=False)  # has arguments
     steps: tuple[tuple[str, Stored], ...] = ()
     note: str = ""
+    copies: tuple[str, ...] = ()
 
     @property
     def owner(self) -> str:
@@ -137,11 +144,20 @@ class Record:
         return over and self.state is State.PROCESSING
 
 
+class EarlierCall(NamedTuple):
+    """The call that had a key before: its task id, the state of its record, and since when."""
+
+    task_id: str
+    state: State
+    since: datetime
+
+
 @dataclass(slots=True)
 class ClaimRequest:
     """A worker's request for a key; while the claim holds, the same ``attempt`` gets the same token again.
 
     The record lives ``keep_ms`` longer than its lease. When the lease has run out, a sweep follows ``on_stale``.
+    ``each_runs``: the end of another task is only its mark, and answers nobody but redeliveries of that task.
     """
 
     identity: Identity
@@ -153,6 +169,7 @@ class ClaimRequest:
     worker: str = ""
     on_stale: OnStale = "interrupt"
     message: bytes | None = field(default=None, repr=False)  # has arguments
+    each_runs: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,6 +177,7 @@ class ReserveRequest:
     """A publisher's request for a key whose message is taken for lost ``deadline_ms`` from now.
 
     A sweep then sends the ``message`` if no worker has claimed the key. The record lives ``keep_ms`` longer.
+    ``each_runs`` as in a claim; ``copies``: its sender may send it twice.
     """
 
     identity: Identity
@@ -169,6 +187,8 @@ class ReserveRequest:
     fingerprint: bytes | None = None
     message: bytes | None = field(default=None, repr=False)  # has arguments
     uncommitted: bool = False
+    copies: tuple[str, ...] = ()
+    each_runs: bool = False
 
 
 @dataclass(slots=True)

@@ -87,6 +87,8 @@ class Delivery(republish.DeliveredRun):
             self.is_broadcast = republish.is_broadcast(request)
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
+        if self.policy.publish_once == "until_start" and not request.is_eager:
+            self.waits_at = self.identity.waiting
         if request.is_eager:
             self.open_transactions = getattr(task, "transactions_around", None)
         elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
@@ -180,6 +182,8 @@ class Delivery(republish.DeliveredRun):
             request.callbacks = request.errbacks = request.chain = request.chord = None
             sends = False
         error, value = None, None
+        if not own and request.id in record.copies:
+            raise Ignore(f"this is a copy of a message of {record.identity} whose run has ended")
         if record.state is State.FAILED:
             error = self.definition.codec.load_error(record.value)
         elif record.replaced and own:

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from celery.canvas import Signature, maybe_signature
 from celery.exceptions import Reject
@@ -29,18 +29,20 @@ from celery.utils import uuid
 from celery_idempotent import signals
 from celery_idempotent.celery.canvas import AnySignature, Place, derive_ids, with_tasks
 from celery_idempotent.celery.definition import DefinedTask, Definition, may_guard
-from celery_idempotent.celery.typed import AnyCelery, Options, Result
-from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
+from celery_idempotent.celery.reserving import ReservedCall
+from celery_idempotent.celery.typed import AnyCelery, CallResult, Options
+from celery_idempotent.errors import DuplicateCall, FingerprintMismatch, IdempotencyError
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run, release, run_in_progress
-from celery_idempotent.records import Held, Mismatched, Record, Reserved, ReserveRequest, State
-from celery_idempotent.signals import Call, Line, report
-from celery_idempotent.stores import Store, get_store
+from celery_idempotent.records import EarlierCall, Record, State
+from celery_idempotent.signals import Line
+from celery_idempotent.stores import get_store
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[..., Result]
+T = TypeVar("T")
+Send = Callable[..., CallResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class DeferredCall:
     reserve: bool = False
 
 
-Interceptor = Callable[["DefinedTask", DeferredCall], Result]
+Interceptor = Callable[["DefinedTask", DeferredCall], CallResult]
 #: Receives the next call of a task in place of the broker. The outbox sets it for one ``apply_async``.
 outbox_interceptor: ContextVar[Interceptor | None] = ContextVar("interceptor", default=None)
 
@@ -69,14 +71,15 @@ RESERVED_MS = 60_000
 
 def publish(
     task: DefinedTask, definition: Definition, send: Send, args: Any, kwargs: Any, options: Options
-) -> Result:
+) -> CallResult:
     """Publish one call through ``send(args, kwargs, **options)``; ``options`` are all of ``apply_async``'s.
 
     Raises:
         InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         FingerprintMismatch: if the key to reserve belongs to a call with other arguments.
     """
-    intercept = take_interceptor()
+    if (intercept := outbox_interceptor.get()) is not None:
+        outbox_interceptor.set(None)  # it is for one call
     retrying = _retrying_run(task, definition, options) if options.get("retries") else None
     # Before stamp_call() adds a task id.
     reserve = (
@@ -100,7 +103,8 @@ def publish(
     if retrying is not None:
         return _send_retry(task, retrying, partial(send, args, kwargs), options)
     if reserve and identified is not None:
-        return _reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
+        call = DeferredCall(args=args, kwargs=kwargs, options=options)
+        return _Publication(task, definition, identified, send, call).make()
     return send(args, kwargs, **options)
 
 
@@ -174,19 +178,22 @@ def take_interceptor() -> Interceptor | None:
 
 def send_deferred(
     task: DefinedTask, definition: Definition | None, send: Send, call: DeferredCall
-) -> Result:
+) -> CallResult:
     """Send a deferred call: the same message each time."""
-    options, send_call = dict(call.options), partial(send, call.args, call.kwargs)
+    call = replace(call, options=dict(call.options))
     if call.reserve and definition is not None:
-        stamped = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
+        headers, task_id = as_mapping(call.options.get("headers")), call.options.get("task_id")
+        stamped = stamp.stamp_of(headers, task_id)
         identified = Identified.from_header(stamped, definition.identifier.namespace)
         try:
             if identified is not None:
-                return _reserve_and_send(task, definition, identified, send_call, options)
+                publication = _Publication(task, definition, identified, send, call)
+                publication.is_staged = True
+                return publication.make()
         except FingerprintMismatch as error:
             # The caller is gone. The worker refuses the message, and its result has this error.
-            logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
-    return send_call(**options)
+            logger.warning("idempotency: %s[%s]: %s", task.name, task_id, error)
+    return send(call.args, call.kwargs, **call.options)
 
 
 def absolute(options: Mapping[str, object], *, task: str) -> Options:
@@ -217,7 +224,7 @@ def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -
     return run if same_task and options["retries"] > (task.request.retries or 0) else None
 
 
-def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> Result:
+def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> CallResult:
     """Release the key of a run, then publish its retry; an atomic run does both after its rollback."""
     free = partial(release, retrying, requeue_ms=lost_after_ms(options))
     if retrying.transaction is None:
@@ -235,70 +242,108 @@ def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Opti
     return task.AsyncResult(options["task_id"])
 
 
-def _reserve_and_send(
-    task: DefinedTask, definition: Definition, about: Identified, send_call: Send, options: Options
-) -> Result:
-    """Reserve the key of a call and send it; return the first call's result if there was one."""
-    store, identity, task_id = get_store(task.app), about.identity, options["task_id"]
-    call = Call(name=definition.name, sender=task, store=store, identity=identity, task_id=task_id)
-    request = ReserveRequest(
-        identity=identity,
-        fingerprint=about.fingerprint,
-        task_id=task_id,
-        deadline_ms=lost_after_ms(options),
-        keep_ms=definition.policy.keep_ms,
-    )
-    try:
-        answer = store.reserve(request)
-        # The mark of a retention of 0 is forgotten, unless it answers this call.
-        while definition.policy.forgets(answer.record):
-            store.forget_mark(identity, token=answer.record.token)
-            answer = store.reserve(request)
-    except IdempotencyError as error:
-        # The worker's claim still guards the run: a second message does no harm.
-        line = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
-        report(call, signals.store_failed, error=error, line=line)
-        return send_call(**options)
-    record = answer.record
-    match answer:
-        case Mismatched():
-            report(call, signals.mismatched, record)
-            raise FingerprintMismatch(
-                f"{identity} belongs to task {record.task_id}, which was called with other arguments: a key "
-                "identifies one operation."
+class _UnreservedError(Exception):
+    """The store did not take a reservation."""
+
+
+class _Publication(ReservedCall):
+    """A call of a task with ``idempotency_publish_once``; ``sent`` is its result once it is sent."""
+
+    sent: CallResult
+
+    def __init__(
+        self,
+        task: DefinedTask,
+        definition: Definition,
+        about: Identified,
+        send: Send,
+        call: DeferredCall,
+    ) -> None:
+        self.task, self.definition, self.store = task, definition, get_store(task.app)
+        self.send, self.call, self.options = send, call, call.options
+        self.call_id, self.key = call.options["task_id"], about.identity
+        self.identified = Identified(definition.place_of(about.identity), about.fingerprint)
+
+    def deadline_ms(self) -> int:
+        return lost_after_ms(self.options)
+
+    def message(self, task_id: str) -> bytes | None:
+        keeps = self.definition.policy.keep_message
+        return message_of(self.task, self.definition, self.call, task_id) if keeps else None
+
+    def ask(self, verb: Callable[[], T]) -> T:
+        try:
+            return verb()
+        except IdempotencyError as error:
+            line = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
+            self.report(signals.store_failed, error=error, line=line)
+            raise _UnreservedError from error
+
+    def queue(self, record: Record) -> None:
+        _use_task_id(self.options, record.task_id)
+        self.sent = self.send_now()
+        self.call_id = record.task_id
+        self.report(signals.reserved, record, state=State.QUEUED)
+
+    def send_now(self) -> CallResult:
+        """Send the message as it is."""
+        return self.send(self.call.args, self.call.kwargs, **self.options)
+
+    def make(self) -> CallResult:
+        """Reserve the key and send the call; return its result, or that of an earlier call."""
+        policy = self.definition.policy
+        if self.is_staged and policy.publish_once == "until_start":
+            # Sent before: it may have started, and left its place.
+            found = self.store.get(self.key)
+            if found is not None and self.call_id in (found.task_id, *found.copies):
+                return self.task.AsyncResult(self.call_id)
+        try:
+            record, is_duplicate = self.reserve_and_send(self.call_id)
+        except _UnreservedError:
+            # The worker's claim still guards the run: a second message does no harm.
+            return self.send_now()
+        if not is_duplicate:
+            return note_duplicate(self.sent, None)
+        if policy.on_duplicate == "raise" and not self.is_staged:
+            raise DuplicateCall(
+                f"{record.identity} was called before: task {record.task_id} is {record.state.value}.",
+                record.task_id,
+                record.state.value,
             )
-        case Reserved():
-            _use_task_id(options, record.task_id)
-            try:
-                sent = send_call(**options)
-            except BaseException:
-                release_reservation(store, record)
-                raise
-            call = replace(call, task_id=record.task_id)
-            report(call, signals.reserved, record, state=State.QUEUED)
-            return sent
-        case Held(left_ms=0) if record.state is State.PROCESSING:
-            # The lease ran out: the worker never came back, and with early acks the message is gone, too.
-            _use_task_id(options, record.task_id)
-        # An operator writes no result under the first id: then a worker answers this message from the record.
-        case _ if record.state is not State.FAILED and not record.settled_by_operator:
-            report(call, signals.replayed, record)
-            return task.AsyncResult(record.task_id)
-    return send_call(**options)
+        # A sweep or an operator writes no result under the first id: then a worker answers this message.
+        if record.state is State.FAILED or record.settled_by_operator:
+            return note_duplicate(self.send_now(), record)
+        return note_duplicate(self.task.AsyncResult(record.task_id), record)
 
 
-def release_reservation(store: Store, record: Record) -> None:
-    """Release a reservation whose message is not sent; if the store fails, its deadline ends it."""
-    try:
-        store.release(record.identity, token=record.token)
-    except IdempotencyError as error:
-        logger.warning("idempotency: %s is reserved until its deadline: %s", record.identity, error)
+def note_duplicate(result: Any, record: Record | None) -> CallResult:
+    """Let the result of a call that reserved its key say which earlier call's ``record`` it met, ``None``: none."""
+    result.duplicate = record is not None
+    if record is not None:
+        result.earlier = EarlierCall(record.task_id, record.state, record.updated_at)
+    return result  # type: ignore[no-any-return]
+
+
+def message_of(
+    task: DefinedTask, definition: Definition, call: DeferredCall, task_id: str
+) -> bytes | None:
+    """Return the message of a call as a record keeps it, ``None`` if it runs eagerly or cannot be serialized."""
+    if task.app.conf.task_always_eager:
+        return None
+    given: dict[str, Any] = {"expires": task.expires, **call.options}
+    for name in SENDER_OPTIONS:
+        given.pop(name, None)
+    options = absolute(given, task=str(task.name))
+    _use_task_id(options, task_id)
+    stamp_call(definition, call.args, call.kwargs, options)
+    again = task.signature(tuple(call.args or ()), dict(call.kwargs or {}), options=options)
+    return definition.codec.dump_message(again)
 
 
 def _use_task_id(options: Options, task_id: str) -> None:
     """Give a call and its stamp the task id that its key has already."""
-    headers = options["headers"]
-    stamped = read_stamp(headers, options["task_id"])
+    headers = options.get("headers") or {}
+    stamped = read_stamp(headers, options.get("task_id"))
     options |= {"task_id": task_id, "headers": with_stamp(headers, task_id, more=stamped)}
 
 

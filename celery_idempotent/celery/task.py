@@ -29,7 +29,7 @@ from celery_idempotent.celery.delivery import (
 )
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.sweep import install_sweep
-from celery_idempotent.celery.typed import Options, Result, Sig
+from celery_idempotent.celery.typed import CallResult, Options, Result, Sig
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
@@ -126,7 +126,7 @@ class IdempotentTask(DefinedTask):
         link_error: object = None,
         shadow: str | None = None,
         **options: object,
-    ) -> Result:
+    ) -> CallResult:
         """Publish with key and fingerprint; also takes ``idempotency_key`` and ``idempotency_scope``.
 
         Raises:
@@ -139,7 +139,7 @@ class IdempotentTask(DefinedTask):
         definition = self._active or self.idempotency_definition()
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
-        send: publishing.Send = super().apply_async
+        send: publishing.Send = super().apply_async  # type: ignore[assignment]  # of AsyncResult()
         if definition is not None:
             return publishing.publish(self, definition, send, args, kwargs, options)
         intercept = publishing.take_interceptor()
@@ -150,10 +150,16 @@ class IdempotentTask(DefinedTask):
             return intercept(self, call)
         return send(args, kwargs, **options)
 
+    def AsyncResult(self, task_id: str, **options: Any) -> CallResult:  # noqa: N802  Celery's name
+        """Return the result of a call, which says whether it was a duplicate if that is known."""
+        known = {"backend": self.backend, "task_name": self.name, "app": self.app}
+        return CallResult(task_id, **{**known, **options})
+
     def send_deferred(self, call: publishing.DeferredCall) -> Result:
         """Send a call that an outbox deferred; it passed the ``apply_async`` of subclasses when it was made."""
         definition = self.idempotency_definition()
-        return publishing.send_deferred(self, definition, super().apply_async, call)
+        send: publishing.Send = super().apply_async  # type: ignore[assignment]
+        return publishing.send_deferred(self, definition, send, call)
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Run in this process, by the same protocol; also takes ``idempotency_key`` and ``idempotency_scope``."""
@@ -163,7 +169,9 @@ class IdempotentTask(DefinedTask):
             return super().apply(args, kwargs, *rest, **options)
         publishing.stamp_call(definition, args, kwargs, options, eager=True)
         with shields.get(get_ident(), NO_SHIELD).around_eager_call():
-            return super().apply(args, kwargs, *rest, **options)
+            result = super().apply(args, kwargs, *rest, **options)
+        vars(result).update(duplicate=None, earlier=None)  # as a CallResult has it
+        return result
 
     def signature_from_request(self, request: Any = None, *rest: Any, **options: Any) -> Any:
         """Return a signature that repeats a request, as Celery does; its own result is to be stored again."""

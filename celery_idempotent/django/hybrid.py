@@ -132,7 +132,10 @@ class CachingStore(Store):
         """Claim or reserve a key; a settled one is answered by the cache."""
         found = self.cache.look(identity)
         task_id, asked = args.fields["task_id"], args.fields["fingerprint"]
-        if found is not None and not (task_id and task_id == found.record.task_id):
+        if found is not None and args.each_runs:
+            # It answers nobody but its own task, which the store answers.
+            self.cache.bury(identity, must=False)
+        elif found is not None and not (task_id and task_id == found.record.task_id):
             known = found.record.fingerprint
             if known is None or asked is None or known == asked:
                 return found
@@ -160,11 +163,6 @@ class CachingStore(Store):
         """Delete the record, also one that cannot be read; needs the cache."""
         with self._buried(identity):
             return super().discard(identity)
-
-    def forget_mark(self, identity: Identity, *, token: int) -> None:
-        """Forget what a run without retention left, also without the cache: its copies answer no other task."""
-        self.cache.bury(identity, must=False)
-        super().forget(identity, token=token)
 
     def fill(self, identity: Identity) -> None:
         """Cache what is committed, if that is an end state. Never raises for cache or store."""

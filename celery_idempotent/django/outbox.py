@@ -38,7 +38,7 @@ from celery_idempotent.celery.publishing import (
     outbox_interceptor,
 )
 from celery_idempotent.celery.task import IdempotentTask
-from celery_idempotent.celery.typed import AnyTask, Options, Result, Sig
+from celery_idempotent.celery.typed import AnyTask, CallResult, Options, Sig
 from celery_idempotent.django.fields import NowMs
 from celery_idempotent.errors import IdempotencyError, InvalidOption, StoreMisconfigured
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, as_mapping, stamp_of
@@ -127,7 +127,7 @@ def stage(
         return _stage_call(leader, DeferredCall(args=args, kwargs=kwargs, options=options), using)
     staged: list[str] = []
 
-    def intercept(task: DefinedTask, call: DeferredCall) -> Result:
+    def intercept(task: DefinedTask, call: DeferredCall) -> CallResult:
         staged.append(_stage_call(task, call, using))
         return task.AsyncResult(staged[-1])
 

@@ -25,14 +25,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kombu.exceptions import OperationalError
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery import publishing
+from celery_idempotent.celery.reserving import ReservedCall
 from celery_idempotent.celery.typed import Options
-from celery_idempotent.errors import STORE_ERRORS, InvalidOption
+from celery_idempotent.errors import STORE_ERRORS, FingerprintMismatch, InvalidOption
 from celery_idempotent.http.answers import (
     REPLAYED,
     UNSURE,
@@ -43,25 +44,13 @@ from celery_idempotent.http.answers import (
 )
 from celery_idempotent.http.requests import http_identity
 from celery_idempotent.http.status import Encoder, describe, failure_of
-from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER, Identified
-from celery_idempotent.records import (
-    Held,
-    Mismatched,
-    Record,
-    Reservation,
-    Reserved,
-    ReserveRequest,
-    Settled,
-    State,
-)
-from celery_idempotent.signals import Call, report
+from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER
+from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.records import Record, Reservation, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from celery_idempotent.celery.task import IdempotentTask
-    from celery_idempotent.signals import Details, OutcomeSignal
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +64,7 @@ UNCOMMITTED_MS = 2_000
 REQUEST_RETRY_SECONDS = 3.0
 
 
-class Order:
+class Order(ReservedCall):
     """A request that a task is to carry out. A framework's subclass reads the request, and knows its transactions.
 
     Raises:
@@ -90,9 +79,13 @@ class Order:
     in_transaction = False
     #: An outbox sends the message.
     has_outbox = False
+    each_runs = False  # a repetition of the request is no other call
+    attempts, give_up = 0, 0.0
 
+    is_sent = False
+
+    task: IdempotentTask
     key: str
-    identified: Identified
 
     def __init__(
         self,
@@ -143,7 +136,7 @@ class Order:
         """Is the first request in the transaction of this one, so that there is no COMMIT to wait for?"""
         return False
 
-    def queue(self, record: Record) -> None:
+    def queue_or_defer(self, record: Record) -> None:
         """Send the message of a reservation, or see to it that :meth:`committed` does."""
         self.send(record)
 
@@ -164,7 +157,19 @@ class Order:
                 self.identified = identifier.identify(
                     self.args, self.kwargs, task_id="", key=self.key, scope=scope
                 )
-                return self._answer(*self.place())
+                self.options["headers"] = {
+                    **(self.options.get("headers") or {}),
+                    KEEP_FAILURE_HEADER: True,
+                }
+                # It is sure to be sent only after a COMMIT: of the caller's transaction, or of one that stages it.
+                self.uncommitted = self.in_transaction or self.has_outbox
+                try:
+                    return self._answer(*self.reserve_and_send(str(uuid.uuid4())))
+                except FingerprintMismatch as mismatch:
+                    raise RequestRefused(
+                        "idempotency_key_reused",
+                        "It was sent before with other content. A key identifies one operation: use a new one.",
+                    ) from mismatch
         except RequestRefused as refused:
             if self.enforced:
                 return refused.answer(self.docs_url)
@@ -195,124 +200,63 @@ class Order:
             headers.append(("Content-Location" if told["settled"] else "Location", url))
         return Answer(200 if told["settled"] else 202, headers, told)
 
-    def place(self) -> tuple[Record, bool]:
-        """Reserve the key and send the message, or find the first request's record; return it, and whether it is that.
-
-        The store is asked again after a reservation that is past its deadline or not committed yet, and after a failure
-        that may be tried again.
-
-        Raises:
-            RequestRefused: if the key was used with other content, the store does not answer, or the first request does
-                not commit in time.
-        """
-        self.options["headers"] = {**(self.options.get("headers") or {}), KEEP_FAILURE_HEADER: True}
-        # The message is sure to be sent only after a COMMIT: of the caller's transaction, or of one that stages it.
-        uncommitted = self.in_transaction or self.has_outbox
-        task_id = str(uuid.uuid4())
-        give_up, attempts = time.monotonic() + REQUEST_RETRY_SECONDS, 0
-        while True:
-            message = None if uncommitted else self._message(task_id)
-            match self._reserve(task_id, message, uncommitted=uncommitted):
-                case Reserved(record) if record.task_id != task_id:
-                    # That reservation is past its deadline: its process died, or its message waits in a long queue. So
-                    # a second message must have the same task id: reserve the key again, under that.
-                    task_id = record.task_id
-                case Reserved(record):
-                    self._queue(record)
-                    return record, False
-                case Held(record, _) if record.uncommitted and not self.joins_first():
-                    attempts += 1
-                    if not backoff.pause(attempts, until=give_up, first=0.02):
-                        self._report(signals.conflicted, record)
-                        raise RequestRefused(
-                            "request_in_progress",
-                            "The first request with this key is not committed yet. Ask again later.",
-                        )
-                case Settled(record, _) if (
-                    record.state is State.FAILED and failure_of(record, self.task).retryable
-                ):
-                    # Deletes this failure only: if another request has reserved the key meanwhile, the next round finds
-                    # that reservation.
-                    forget = partial(
-                        self.store.forget, record.identity, token=record.token, state=record.state
-                    )
-                    if self._persist(forget):
-                        why = "it failed, and a request tries it again"
-                        self._report(signals.forgotten, record, reason=why)
-                case Mismatched(record):
-                    self._report(signals.mismatched, record)
-                    raise RequestRefused(
-                        "idempotency_key_reused",
-                        "It was sent before with other content. A key identifies one operation: use a new one.",
-                    )
-                case Held(record, _) | Settled(record, _):
-                    self._report(signals.replayed, record)
-                    return record, True
-
     # -- reserve and send ----------------------------------------------------------------------------------------------
 
     @cached_property
-    def store(self) -> Store:
+    def store(self) -> Store:  # type: ignore[override]
         """The store of the task's app."""
         return get_store(self.task.app)
 
-    def _reserve(self, task_id: str, message: bytes | None, *, uncommitted: bool) -> Reservation:
-        """Reserve the key: with its message, until that is lost; ``uncommitted``: for a short time."""
-        request = ReserveRequest(
-            identity=self.identified.identity,
-            fingerprint=self.identified.fingerprint,
-            task_id=task_id,
-            deadline_ms=UNCOMMITTED_MS if uncommitted else publishing.lost_after_ms(self.options),
-            keep_ms=self.definition.policy.keep_ms,
-            message=message,
-            uncommitted=uncommitted,
-        )
-        return self._persist(partial(self.store.reserve, request))
+    def deadline_ms(self) -> int:  # noqa: D102  as the base
+        return UNCOMMITTED_MS if self.uncommitted else publishing.lost_after_ms(self.options)
 
-    def _persist(self, verb: Callable[[], T]) -> T:
+    def ask(self, verb: Callable[[], T]) -> T:
         """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost."""
         try:
             return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
         except STORE_ERRORS as error:
-            self._report(signals.store_failed, error=error)
+            self.report(signals.store_failed, error=error)
             raise RequestRefused("store_unavailable", UNSURE) from error
 
-    def _report(
-        self, outcome: OutcomeSignal, record: Record | None = None, **details: Unpack[Details]
-    ) -> None:
-        """Report an outcome of the request, with the task id of the record that its key has."""
-        call = Call(
-            name=self.definition.name,
-            sender=self.task,
-            store=self.store,
-            identity=self.identified.identity,
-            task_id="" if record is None else record.task_id,
-        )
-        report(call, outcome, record, **details)
-
-    def _message(self, task_id: str) -> bytes | None:
-        """Return the message that a sweep publishes if this process does not; ``None`` if the record has none.
-
-        It has none if the task runs eagerly, if the call cannot be serialized, or if the retention is 0: a second copy
-        of the message might then find no record of the first, and run again.
-        """
-        if self.task.app.conf.task_always_eager or not self.definition.policy.retention_ms:
-            return None
-        given: dict[str, Any] = {"expires": self.task.expires, **self.options}
-        for name in publishing.SENDER_OPTIONS:
-            given.pop(name, None)
-        options = publishing.absolute(given, task=str(self.task.name))
-        options["task_id"] = task_id
-        publishing.stamp_call(self.definition, self.args, self.kwargs, options)
-        again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
-        return self.definition.codec.dump_message(again)
-
-    def _queue(self, record: Record) -> None:
-        """Send the message, now or after the COMMIT."""
+    def reserve(self, task_id: str, message: bytes | None) -> Reservation:
+        """Reserve the key; a reservation that the store carries out later is sent then."""
         try:
-            self.queue(record)
-        except BaseException as error:
-            publishing.release_reservation(self.store, record)
+            return super().reserve(task_id, message)
+        except RequestRefused:
+            if not self.uncommitted:  # else its deadline is near
+                heartbeat.undo_later(partial(self._send_late, task_id))
+            raise
+
+    def _send_late(self, task_id: str) -> None:
+        found = self.store.get(self.identified.identity)
+        is_ours = found is not None and (found.state, found.task_id) == (State.QUEUED, task_id)
+        if found is not None and is_ours and not self.is_sent:
+            self.send(found)
+
+    def waits(self, record: Record) -> bool:  # noqa: D102
+        if self.joins_first():
+            return False
+        self.attempts += 1
+        self.give_up = self.give_up or time.monotonic() + REQUEST_RETRY_SECONDS
+        if not backoff.pause(self.attempts, until=self.give_up, first=0.02):
+            self.report(signals.conflicted, record)
+            raise RequestRefused(
+                "request_in_progress",
+                "The first request with this key is not committed yet. Ask again later.",
+            )
+        return True
+
+    def remakes(self, record: Record) -> bool:  # noqa: D102
+        return record.state is State.FAILED and failure_of(record, self.task).retryable
+
+    def message(self, task_id: str) -> bytes | None:  # noqa: D102
+        call = publishing.DeferredCall(args=self.args, kwargs=self.kwargs, options=self.options)
+        return publishing.message_of(self.task, self.definition, call, task_id)
+
+    def queue(self, record: Record) -> None:  # noqa: D102
+        try:
+            self.queue_or_defer(record)
+        except Exception as error:
             # A transaction that is not ours must end with the error of its database.
             if self.in_transaction or not isinstance(error, self.transient):
                 raise
@@ -323,14 +267,16 @@ class Order:
 
     def send(self, record: Record) -> None:
         """Send the message now, unless an outbox does."""
+        self.is_sent = True
         if not self.has_outbox:
             self.task.apply_async(self.args, self.kwargs, **self.options, task_id=record.task_id)
-        self._report(signals.reserved, record, state=State.QUEUED)
+        self.report(signals.reserved, record, state=State.QUEUED)
 
     def committed(self, record: Record) -> None:
         """Send the message after the COMMIT; the record gets it first, with the usual deadline."""
+        self.uncommitted = False
         with suppress(RequestRefused):  # the reservation stands, with less time
-            self._reserve(record.task_id, self._message(record.task_id), uncommitted=False)
+            self.reserve(record.task_id, self.message(record.task_id))
         try:
             self.send(record)
         except Exception:

@@ -32,7 +32,7 @@ from celery_idempotent.keys.fingerprints import NoFormError, fingerprint_of, for
 from celery_idempotent.keys.stamp import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
-_MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
+_MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@~]')
 #: A str in ASCII that is its own canonical text.
 _CANONICAL = re.compile(rf"(?!-?[0-9]+\Z)[A-Za-z0-9_.:/-][ -~]{{0,{MAX_CHARS - 1}}}")
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")

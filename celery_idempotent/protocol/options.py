@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import OnStale, Record, State
+from celery_idempotent.records import OnStale
 from celery_idempotent.settings import PREFIX
 
 T = TypeVar("T")
@@ -126,6 +126,8 @@ def refuse_unknown(
 StoreErrorPolicy = Literal["closed", "open"]
 Mode = Literal["enforce", "observe", "off"]
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
+PublishOnce = Literal[False, True, "until_start"]
+DuplicatePolicy = Literal["return", "raise"]
 
 #: Options that identify a call; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint")
@@ -167,7 +169,9 @@ class Policy:
     max_result_bytes: int = option(1024 * 1024, whole_number)
     serializer: str | None = option(None, optional(_serializer))
     on_stale: OnStale = option("interrupt", one_of(OnStale))
-    publish_once: bool = option(False, flag)
+    publish_once: PublishOnce = option(False, one_of(PublishOnce))
+    on_duplicate: DuplicatePolicy = option("return", one_of(DuplicatePolicy))
+    keep_message: bool = option(False, flag)
 
     @cached_property
     def keep_ms(self) -> int:
@@ -179,11 +183,10 @@ class Policy:
         """How long a settled record is kept; a retention of 0 leaves a mark for one lease."""
         return self.retention_ms or self.lease_ms
 
-    def forgets(self, record: Record) -> bool:
-        """Is this settled record only the mark of a retention of 0, which answers no other task?"""
-        if self.retention_ms or not record.state.settled:
-            return False
-        return record.state is State.FAILED or not record.replaced
+    @cached_property
+    def each_runs(self) -> bool:
+        """Is a settled record only a mark, which answers redeliveries of its own task and no other call?"""
+        return not self.retention_ms or self.publish_once == "until_start"
 
 
 _TASK_OPTIONS: Final = (*KEY_OPTIONS, *fields_by_option(Policy))

@@ -39,6 +39,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     EndState,
     Held,
+    Identity,
     Mismatched,
     Record,
     Settled,
@@ -71,6 +72,8 @@ UNFINISHED = (CoroutineType, GeneratorType)
 
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
+#: How long at least the end of a task is kept whose message was sent more than once.
+COPIES_MS = 24 * 3_600_000
 
 #: The outcomes of an observed task's duplicates, by the answer to the claim.
 _OBSERVED = {Held: signals.conflicted, Settled: signals.replayed, Mismatched: signals.mismatched}
@@ -87,6 +90,8 @@ class Run(Claim):
     keeps_failure = False
     #: A sweep publishes it if the claim goes stale.
     message: bytes | None = None
+    #: Where its call is reserved until it starts, if that is not the key itself.
+    waits_at: Identity | None = None
     #: The body replaced its task by another one, which has its task id.
     replaced = False
     #: :func:`.atomic.run_body`, if the policy is atomic.
@@ -179,10 +184,15 @@ def execute(run: Run, body: Body) -> object:
                 case Claimed(record):
                     if record.crashes and _refuse_poison(run, record):
                         continue
+                    if run.waits_at is not None:
+                        _start(run, record)
                     value = _run_body(run, record, body)
                     if run.phase is not UNDONE:
                         return value
                 case Settled(record, age_ms):
+                    if run.waits_at is not None and record.task_id == run.task_id:
+                        with suppress(*errors.STORE_ERRORS):  # else its deadline ends it
+                            run.store.start(run.waits_at, task_id=run.task_id)
                     report(run, signals.replayed, record, seconds=run.running_s)
                     return run.replay(record, age_ms)
                 case Held(record, left_ms):
@@ -246,6 +256,26 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         current_run.reset(outer)
 
 
+def _start(run: Run, record: Record) -> None:
+    """Give up the place where this call waited: from now on the next call may wait there.
+
+    Without an answer the body must not run: calls that come meanwhile would be taken for covered by it.
+    """
+    assert run.waits_at is not None
+    run.record = record
+    until = time.monotonic() + CLAIM_SECONDS
+    try:
+        waited = _ask(run, until, run.store.start, run.waits_at, task_id=run.task_id)
+    except errors.STORE_ERRORS as error:
+        report(run, signals.store_failed, record, error=error)
+        run.steps = dict(record.steps)
+        release(run)
+        run.shield.let_exit()
+        run.store_failed(error)
+    if waited is not None and waited.copies:
+        record.copies = tuple(dict.fromkeys((*record.copies, *waited.copies)))
+
+
 def refuse_unfinished(run: Run, value: Any) -> None:
     """Raise for a coroutine or generator that a body returned, which has run nothing yet."""
     if run.policy.mode != "observe":
@@ -297,21 +327,13 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         # A sweep leaves alone what is only observed.
         "interrupt" if observed else policy.on_stale,
         run.message,
+        policy.each_runs,
     )
     run.renewed_at = time.monotonic()
     until = 0.0 if observed else run.renewed_at + CLAIM_SECONDS
     try:
         run.store = run.store or run.open_store()  # type: ignore[truthy-bool]  # None at first
-        answer = _ask(run, until, run.store.claim, request)
-        # The mark of a retention of 0 answers only redeliveries of its own message.
-        while (
-            not policy.retention_ms
-            and isinstance(answer, (Settled, Mismatched))
-            and answer.record.task_id != run.task_id
-            and policy.forgets(answer.record)
-        ):
-            _ask(run, until, run.store.forget_mark, run.identity, token=answer.record.token)
-            answer = _ask(run, until, run.store.claim, request)
+        return _ask(run, until, run.store.claim, request)
     except BaseException as error:
         opened = vars(run).get("store") is not None
         if opened and not isinstance(error, errors.StoreMisconfigured):
@@ -321,7 +343,6 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         if isinstance(error, errors.STORE_ERRORS):
             return error
         raise
-    return answer
 
 
 def _wait_for_holder(run: Run, left_ms: int) -> bool:
@@ -381,7 +402,10 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
             value = dump(outcome)
         except Exception as error:  # noqa: BLE001  of classes of any kind
             log_not_kept(run.identity, state, error)
-    return SettleRequest(run.record, state, value, run.policy.settled_keep_ms, run.replaced)
+    keep_ms = run.policy.settled_keep_ms
+    if run.record.copies:  # they may wait in a queue for long
+        keep_ms = max(keep_ms, COPIES_MS)
+    return SettleRequest(run.record, state, value, keep_ms, run.replaced)
 
 
 def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) -> None:

@@ -148,6 +148,17 @@ class Store(ABC):
         args = VerbArguments(attempt=attempt, delay_ms=requeue_ms)
         return self._ask("take_back", identity, args)
 
+    def start(self, identity: Identity, *, task_id: str) -> Record | None:
+        """Delete the reservation of this task, which has started; return it as it was."""
+        args = VerbArguments({"task_id": task_id})
+
+        def started(snapshot: Snapshot) -> Record | None:
+            answer, _ = self._do("start", snapshot, args)
+            stored = snapshot.stored if answer == "started" else None
+            return None if stored is None else stored.record
+
+        return self._at(identity, started)
+
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Make the PROCESSING record with this token, whose owner crashed, INTERRUPTED; return it."""
         args = VerbArguments(token=token)
@@ -234,10 +245,7 @@ class Store(ABC):
                 yield self._at(each, lambda snapshot: self._sweep(snapshot, requeue_ms))
 
     def _sweep(self, snapshot: Snapshot, requeue_ms: int) -> Record | None:
-        requeues = 0 if snapshot.stored is None else snapshot.stored.requeues
-        delay_ms = requeue_ms * 2 ** min(requeues, 10)  # usually a minute, at last 17 hours
-        args = VerbArguments({"swept": True}, b"", delay_ms=delay_ms)
-        return self._do("sweep", snapshot, args)[1]
+        return self._do("sweep", snapshot, VerbArguments({}, b"", requeue_ms))[1]
 
     # -- many records --
 
@@ -285,10 +293,6 @@ class Store(ABC):
     def now_ms(self) -> int:
         """Return the time by the store's clock."""
         return self.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
-
-    def forget_mark(self, identity: Identity, *, token: int) -> None:
-        """Forget the mark of a run without retention; copies of it, which answer no other task, may stay."""
-        self.forget(identity, token=token)
 
     def joined(self) -> bool:
         """Would a verb now become part of a transaction that the caller may still undo?"""

@@ -106,6 +106,8 @@ class FieldCodec:
             found = _from_json(line.decode(*_UTF_8))
             kind, (message, steps) = found.pop("value", _USUAL_KIND), found.pop("long", (None, ()))
             found = {name: each for name, each in found.items() if name in _NAMES}
+            if "copies" in found:
+                found["copies"] = tuple(found["copies"])
             if message is not None:
                 found["message"] = b64decode(message)
             if steps:

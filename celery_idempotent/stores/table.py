@@ -23,8 +23,8 @@ from celery_idempotent import records
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 Verb = Literal[
-    "claim", "reserve", "renew", "settle", "release", "take_back", "interrupt", "checkpoint", "mark_delivered",
-    "requeue", "sweep", "forget",
+    "claim", "reserve", "start", "renew", "settle", "release", "take_back", "interrupt", "checkpoint",
+    "mark_delivered", "requeue", "sweep", "forget",
 ]  # fmt: skip
 
 QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
@@ -36,7 +36,11 @@ ANY = (*LIVE, *ENDS)
 LEASED = (QUEUED, PROCESSING)
 
 #: The fields that the next claim or reservation of a key takes over.
-HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps", "note")
+HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps", "note", "copies")
+#: And over the mark of another task.
+MARK = ("copies",)
+#: How many task ids of such copies a record keeps.
+COPIES = 8
 CLAIM = (*HISTORY, "reserved")
 
 
@@ -48,7 +52,7 @@ UNCHANGED = _without(tuple(f.name for f in fields(Record)), "identity", "state",
 WHOLE = _without(UNCHANGED, "updated_ms")
 _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
 #: The fields of a claim that stay once it is settled; the settle brings the others.
-OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
+OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered", "copies")
 #: The fields that stay when a sweep ends a claim.
 RUN = _without(WHOLE, "swept")
 #: The fields that stay when an operator ends a claim: a new token refuses its run.
@@ -64,7 +68,8 @@ class Rule(NamedTuple):
     ``then`` is the state of the record that is stored, ``None`` if nothing is written. ``carried`` are its fields from
     the record before; the verb brings the others, or they are empty: without ``token`` among them it gets a new one,
     without ``updated_ms`` it has changed now. ``crashes`` and ``attempts`` are added. The record lives for as long as
-    the verb asks (``"anew"``), longer by the time until its deadline, or as long as before.
+    the verb asks (``"anew"``), longer by the time until its deadline, or as long as before. ``resends``: its message is
+    sent again, each time after twice as long. ``swept``: its owner may go on.
     """
 
     verb: Verb
@@ -76,6 +81,8 @@ class Rule(NamedTuple):
     crashes: int = 0
     attempts: int = 0
     life: Literal["anew", "longer", "same"] = "same"
+    resends: bool = False
+    swept: bool = False
 
 
 def _lost(verb: Verb, *states: State, swept: str = "") -> tuple[Rule, ...]:
@@ -91,6 +98,9 @@ def _lost(verb: Verb, *states: State, swept: str = "") -> tuple[Rule, ...]:
 # fmt: off
 TABLE: tuple[Rule, ...] = (
     Rule("claim", NONE, "", "claimed", PROCESSING, attempts=1, life="anew"),
+    # A copy of its message comes after the end of its run.
+    Rule("claim", ANY, "a copy of an earlier task", "settled"),
+    Rule("claim", ENDS, "each runs, the mark of another task", "claimed", PROCESSING, MARK, attempts=1, life="anew"),
     Rule("claim", ANY, "another fingerprint", "mismatched"),
     Rule("claim", ENDS, "", "settled"),
     # Its answer was lost.
@@ -100,9 +110,13 @@ TABLE: tuple[Rule, ...] = (
     Rule("claim", (QUEUED, INTERRUPTED), "", "claimed", PROCESSING, CLAIM, attempts=1, life="anew"),
 
     Rule("reserve", NONE, "", "reserved", QUEUED, life="anew"),
+    Rule("reserve", ANY, "a copy of an earlier task", "settled"),
+    Rule("reserve", ENDS, "each runs, the mark of another task", "reserved", QUEUED, MARK, life="anew"),
     Rule("reserve", ANY, "another fingerprint", "mismatched"),
     Rule("reserve", ENDS, "", "settled"),
-    Rule("reserve", (PROCESSING,), "", "held"),
+    Rule("reserve", (PROCESSING,), "before its deadline", "held"),
+    # Its worker never came back, and with early acks the message is gone, too: it goes out under the same task id.
+    Rule("reserve", (PROCESSING,), "", "reserved", QUEUED, RUN, crashes=1, life="anew", resends=True, swept=True),
     # The answer to this reservation was lost, or the first sender publishes again.
     Rule("reserve", (QUEUED,), "the same task id, with a message", "reserved", QUEUED,
          _without(SAME_RESERVATION, "message"), life="anew"),
@@ -111,7 +125,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("reserve", (QUEUED,), "before its deadline", "held"),
     # Its sender died before it published: the message goes out under the same task id.
     Rule("reserve", (QUEUED,), "", "reserved", QUEUED,
-         (*HISTORY, "task_id", "worker", "on_stale", "message"), life="anew"),
+         (*HISTORY, "task_id", "worker", "on_stale", "message"), life="anew", resends=True),
     Rule("reserve", (INTERRUPTED,), "", "reserved", QUEUED, HISTORY, life="anew"),
 
     *_lost("renew", *ENDS, swept="renewed"),
@@ -165,16 +179,22 @@ TABLE: tuple[Rule, ...] = (
     Rule("requeue", ANY, "another token", "none"),
     Rule("requeue", (PROCESSING, INTERRUPTED), "has no message", "none"),
     Rule("requeue", (PROCESSING,), "before its deadline, no token given", "none"),
-    Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, OPERATED, crashes=1, life="longer"),
-    Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, OPERATED, life="longer"),
+    Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, OPERATED, crashes=1, life="longer", resends=True),
+    Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, OPERATED, life="longer", resends=True),
 
     Rule("sweep", (None, INTERRUPTED, *ENDS), "", "none"),
     Rule("sweep", LEASED, "before its deadline", "none"),
-    Rule("sweep", (PROCESSING,), "requeue if stale, has a message", "requeued", QUEUED, RUN, crashes=1, life="longer"),
-    Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, RUN, crashes=1),
+    Rule("sweep", (PROCESSING,), "requeue if stale, has a message", "requeued", QUEUED, RUN, crashes=1, life="longer",
+         resends=True, swept=True),
+    Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, RUN, crashes=1, swept=True),
     # Left to the next reservation.
     Rule("sweep", (QUEUED,), "has no message", "none"),
-    Rule("sweep", (QUEUED,), "", "requeued", QUEUED, UNCHANGED, life="longer"),
+    Rule("sweep", (QUEUED,), "", "requeued", QUEUED, UNCHANGED, life="longer", resends=True),
+
+    # The message that waits in this place has started: the next call may wait there.
+    Rule("start", (None, PROCESSING, INTERRUPTED, *ENDS), "", "none"),
+    Rule("start", (QUEUED,), "another task", "none"),
+    Rule("start", (QUEUED,), "", "started", "deleted"),
 
     Rule("forget", NONE, "", "none"),
     Rule("forget", ANY, "another token", "none"),
@@ -213,11 +233,13 @@ class VerbArguments:
     restore: bool = True
     step: tuple[str, Stored] | None = None
     claim: Record | None = None
+    each_runs: bool = False
 
 
 def claim_arguments(request: records.ClaimRequest) -> VerbArguments:
     """Return the arguments of a claim."""
-    return VerbArguments(fields_from(request), request.attempt, request.lease_ms, request.keep_ms)
+    times = request.lease_ms, request.keep_ms
+    return VerbArguments(fields_from(request), request.attempt, *times, each_runs=request.each_runs)
 
 
 def reserve_arguments(request: records.ReserveRequest) -> VerbArguments:
@@ -226,13 +248,14 @@ def reserve_arguments(request: records.ReserveRequest) -> VerbArguments:
     size = records.ATTEMPT_BYTES
     attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
     fields = {**fields_from(request), "reserved": True}
-    return VerbArguments(fields, attempt, request.deadline_ms, request.keep_ms)
+    times = request.deadline_ms, request.keep_ms
+    return VerbArguments(fields, attempt, *times, each_runs=request.each_runs)
 
 
 def settle_arguments(request: SettleRequest) -> VerbArguments:
     """Return the arguments of a settle."""
     return VerbArguments(
-        fields_from(request),
+        {**fields_from(request), "copies": request.record.copies},
         b"",
         keep_ms=max(request.keep_ms, 1),
         token=request.record.token,
@@ -268,11 +291,21 @@ _CONDITIONS: dict[str, Condition] = {
     "another fingerprint": lambda s, a, _: (
         len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
     ),
+    "a copy of an earlier task": lambda s, a, _: (
+        a.fields["task_id"] in s.record.copies and a.fields["task_id"] != s.record.task_id
+    ),
+    "each runs": lambda _, a, __: a.each_runs,
+    # A replacement has the task id of what it replaces, and goes on.
+    "the mark of another task": lambda s, a, _: (
+        s.record.task_id != a.fields["task_id"]
+        and (s.record.state is State.FAILED or not s.record.replaced)
+    ),
     "another token": lambda s, a, _: a.token not in (None, s.record.token),
     "another state": lambda s, a, _: a.state not in (None, s.record.state),
     "the same attempt": lambda s, a, _: s.attempt == a.attempt,
     "another attempt": lambda s, a, _: s.attempt != a.attempt,
     "was claimed before": lambda s, *_: s.record.attempts > 1,
+    "another task": lambda s, a, _: s.record.task_id != a.fields["task_id"],
     "the same task id": lambda s, a, _: s.record.task_id == a.fields["task_id"],
     "with a message": lambda _, a, __: a.fields["message"] is not None,
     # At that millisecond it is over.
@@ -301,18 +334,26 @@ def after(
     old = args.claim if stored is None else stored.record
     fields: Fields = {**args.fields, "attempts": rule.attempts, "updated_ms": now_ms}
     delay_ms, carried = args.delay_ms or 0, rule.carried
+    if rule.resends and stored is not None:
+        delay_ms *= 2 ** min(stored.requeues, 10)  # usually a minute, at last 17 hours
     if rule.then != "as asked":
         fields["state"] = rule.then
     if rule.then in LEASED and "deadline_ms" not in carried:
         fields["deadline_ms"] = now_ms + delay_ms
-    if not carried:  # the first record of this key
+    if "created_ms" not in carried:  # the first record of this key, or over a mark
         fields["created_ms"] = now_ms
-    else:
+    if carried:
         assert old is not None
         fields["identity"] = old.identity
         fields.update([(name, getattr(old, name)) for name in carried])
-        fields["crashes"] += rule.crashes
-        fields["attempts"] += rule.attempts
+        fields["crashes"] = fields.get("crashes", 0) + rule.crashes
+        if "attempts" in carried:
+            fields["attempts"] += rule.attempts
+        if rule.resends:
+            copies = dict.fromkeys((*fields.get("copies", old.copies), old.task_id))
+            fields["copies"] = (*copies,)[-COPIES:]
+        if rule.swept:
+            fields["swept"] = True
         if args.step is not None:
             fields["steps"] = (*old.steps, args.step)
     if "token" not in carried:
@@ -327,8 +368,8 @@ def after(
     if rule.life != "anew":
         expires_ms = stored.expires_ms + (delay_ms if rule.life == "longer" else 0)
     attempt = stored.attempt if args.attempt is None else args.attempt
-    requeues = int(rule.verb in ("requeue", "sweep") and rule.then is State.QUEUED)
-    return StoredRecord(record, expires_ms, attempt, stored.requeues + requeues)
+    requeues = stored.requeues + rule.resends if "created_ms" in carried else 0
+    return StoredRecord(record, expires_ms, attempt, requeues)
 
 
 _RULES: dict[tuple[Verb, State | None], list[tuple[Rule, list[Condition]]]] = {}

@@ -63,6 +63,8 @@ class Scene:
     # The verb.
     attempt: bytes = b"another_"
     task_id: str = "another"
+    copies: tuple[str, ...] = ()
+    each_runs: bool = False
     message: bytes | None = None
     fingerprint: bytes = FINGERPRINT
     token: int | None = 0  # is added to the record's own
@@ -78,6 +80,9 @@ class Scene:
 SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "": ({}, {}),
     "another fingerprint": ({"fingerprint": OTHER_FINGERPRINT}, {}),
+    "a copy of an earlier task": ({"copies": ("another",)}, {}),
+    "each runs, the mark of another task": ({"each_runs": True}, {}),
+    "another task": ({}, {"task_id": TASK_ID}),
     "another token": ({"token": 1}, {}),
     "another state": ({"another_state": True}, {}),
     "the same attempt": ({"attempt": MINE, "taken_over": True}, {}),
@@ -108,6 +113,7 @@ UNUSUAL: Fields = {
     "on_stale": "requeue",
     "message": b"\0\xff\n",
     "uncommitted": True,
+    "copies": ("of another", "漢"),
     "state": State.FAILED,
     "value": ENDING,
     "replaced": True,
@@ -237,7 +243,7 @@ class CellContract(ContractBase):
     ) -> tuple[Record, int]:
         """Bring the key into a state, with a past; return the claim, and how long the record lives."""
         if not scene.is_first:
-            self.reserve(store)
+            self.reserve(store, copies=scene.copies)
             assert store.interrupt(KEY, token=self.claim(store).token)
         requeued = scene.swept and found is State.QUEUED
         claim = self.claim(
@@ -277,6 +283,8 @@ class CellContract(ContractBase):
     ) -> None:
         wanted = {**EMPTY, **brought, "identity": KEY, "attempts": 0}
         wanted |= {name: getattr(before, name) for name in rule.carried}
+        if rule.resends and before is not None:
+            wanted["copies"] = (*before.copies, before.task_id)
         wanted["crashes"] += rule.crashes
         wanted["attempts"] += rule.attempts
         if isinstance(rule.then, State):
@@ -315,21 +323,31 @@ class CellContract(ContractBase):
             store,
             attempt=scene.attempt,
             lease_ms=self.delay_ms,
+            each_runs=scene.each_runs,
             **brought,
         )
         assert answer.record == store.get(KEY)
         return type(answer).__name__.lower(), brought
 
-    def _reserve(self, store: Store, scene: Scene, _: Record) -> tuple[str, Fields]:
+    def _reserve(self, store: Store, scene: Scene, record: Record) -> tuple[str, Fields]:
         brought: Fields = {
             "task_id": scene.task_id,
             "message": scene.message,
             "fingerprint": scene.fingerprint,
             "uncommitted": True,
         }
-        answer = self.try_reserve(store, deadline_ms=self.delay_ms, **brought)
+        answer = self.try_reserve(
+            store, deadline_ms=self.delay_ms, each_runs=scene.each_runs, **brought
+        )
         assert answer.record == store.get(KEY)
-        return type(answer).__name__.lower(), {**brought, "reserved": True}
+        swept = {"swept": True} if record.state is State.PROCESSING and scene.late else {}
+        return type(answer).__name__.lower(), {**brought, "reserved": True, **swept}
+
+    def _start(self, store: Store, scene: Scene, _: Record) -> tuple[str, Fields]:
+        before = store.get(KEY)
+        found = store.start(KEY, task_id=scene.task_id)
+        assert found is None or found == before
+        return "none" if found is None else "started", {}
 
     def _renew(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)

@@ -17,11 +17,13 @@ from celery_idempotent.records import (
     State,
 )
 from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.table import Fields
 from tests.contract.base import (
     FINGERPRINT,
     KEY,
     MESSAGE,
     NAMES,
+    OTHER_FINGERPRINT,
     STATES,
     TASK_ID,
     VALUE,
@@ -185,13 +187,41 @@ class ClaimContract(ContractBase):
             assert self.found(store) == record
         assert self.claim(store).uncommitted is False
 
-    def test_a_stale_key_is_held_for_no_time(self, store: Store, advance: Advance) -> None:
-        """Only a worker may take over a run that did not come back. "0 ms left" tells the publisher to send its
-        message.
+    def test_a_call_that_finds_a_stale_key_queues_it_again_and_others_are_held(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """With early acks its message is gone. The owner may still come back: it keeps its token."""
+        stale = self.bring_to(store, advance, "STALE")
+        found = self.reserve(store, task_id="another")
+        assert (found.state, found.task_id, found.token) == (State.QUEUED, TASK_ID, stale.token)
+        assert (found.crashes, found.swept, found.copies) == (stale.crashes + 1, True, (TASK_ID,))
+        assert isinstance(self.try_reserve(store, task_id="a third"), Held)
+        assert self.settle(store, stale)
+        assert self.known(store, [KEY])[0].state is State.COMPLETED
+
+    @pytest.mark.parametrize("fingerprint", [FINGERPRINT, OTHER_FINGERPRINT])
+    def test_where_each_call_runs_an_end_answers_only_its_own_message_and_copies_of_earlier_ones(
+        self, store: Store, advance: Advance, fingerprint: bytes
+    ) -> None:
+        """Task 1 is sent twice: a copy of it that comes during, or after, the run of task 2 is dropped.
+
+        ::
+
+            task 1   sent ─ sent again ─ run ─ end ─────────────── its copy comes: settled
+            task 2                              run ── its copy comes: settled ── end
         """
-        record = self.bring_to(store, advance, "STALE")
-        assert self.try_reserve(store, task_id="another") == Held(record, left_ms=0)
-        assert store.get(KEY) == record
+        each: Fields = {"fingerprint": fingerprint, "each_runs": True}
+        self.reserve(store, task_id="1")
+        advance(self.lease_ms + 1)
+        assert self.reserve(store, task_id="2", each_runs=True).copies == ("1",)
+        assert self.settle(store, self.claim(store, task_id="1", each_runs=True))
+        assert isinstance(self.try_claim(store, task_id="1", each_runs=True), Settled)
+        second = self.claim(store, task_id="2", **each)
+        assert (second.copies, second.attempts) == (("1",), 1)
+        for _ in range(2):
+            assert isinstance(self.try_claim(store, task_id="1", each_runs=True), Settled)
+            assert isinstance(self.try_reserve(store, task_id="1", each_runs=True), Settled)
+            assert self.settle(store, second)
 
     def test_of_many_reservations_at_once_one_wins(self, store: Store, advance: Advance) -> None:
         """All publishers send under the task id that won, so that a second copy is a redelivery of the first."""
@@ -246,7 +276,9 @@ class ClaimContract(ContractBase):
             assert swept.deadline_ms is not None
             assert swept.deadline_ms - record.deadline_ms >= waited
             # No crash: it was never claimed.
-            assert swept == dataclasses.replace(record, deadline_ms=swept.deadline_ms)
+            assert swept == dataclasses.replace(
+                record, deadline_ms=swept.deadline_ms, copies=(TASK_ID,)
+            )
             assert store.get(KEY) == swept
             record = swept
         claimed = self.claim(store)
@@ -270,6 +302,6 @@ class ClaimContract(ContractBase):
         advance(self.lease_ms + 1)
         again = self.reserve(store, task_id="a third", message=b"for a third")
         assert (again.task_id, again.message) == (TASK_ID, MESSAGE)
-        advance(self.lease_ms + 1)
+        advance(2 * self.lease_ms + 1)
         (swept,) = store.sweep(limit=10).requeued
         assert swept.message == MESSAGE

@@ -24,6 +24,7 @@ from celery_idempotent.django.http import (
 from celery_idempotent.django.http.status import status
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.http import enqueueing as core
+from celery_idempotent.protocol import lease
 from celery_idempotent.records import State, Stored
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import execute, ready, rows
@@ -483,7 +484,8 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     monkeypatch.setattr(core, "REQUEST_RETRY_SECONDS", 0.1)
     # Between the reservation and the message, with nobody left to give the key back.
     with monkeypatch.context() as patch:
-        patch.setattr(core.Order, "_queue", kill)
+        patch.setattr(core.Order, "queue", kill)
+        patch.setattr(core.Order, "give_back", lambda *_: None)
         with pytest.raises(Killed):
             queue(sql)
     reserved = sql.idempotency_record("k", scope=("user", 7))
@@ -500,6 +502,36 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     with sql.app.connection_for_write() as connection:
         sent = connection.default_channel._get("orders-in-sql")
     assert sent["headers"]["id"] == reserved.task_id
+
+
+def test_a_reservation_that_is_not_answered_in_time_is_sent_when_the_store_answers(
+    charge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its repetition is answered 202: that is a promise."""
+    store, heartbeat = _store(charge), lease.Heartbeat()
+    reserve = store.reserve
+
+    def unanswered(request: Any) -> None:
+        reserve(request)
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(core, "REQUEST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(core, "heartbeat", heartbeat)
+    monkeypatch.setattr(heartbeat, "start", lambda: None)
+    charge.app.conf.task_default_queue = "orders-late"
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "reserve", unanswered)
+        assert queue(charge).status_code == 503
+    assert queue(charge)["Idempotent-Replayed"] == "true"
+    for given_up in heartbeat._given_up:
+        for _ in range(2):
+            given_up.due = 0.0
+            heartbeat._undo_due()
+    reserved = charge.idempotency_record("k", scope=("user", 7))
+    with charge.app.connection_for_write() as connection:
+        channel = connection.default_channel
+        assert channel._get("orders-late")["headers"]["id"] == reserved.task_id
+        assert channel._size("orders-late") == 0
 
 
 def test_an_atomic_view_without_a_key_is_a_transaction_too(sql: Any) -> None:

@@ -30,6 +30,8 @@ def make_app(alias: str, **conf: Any) -> Celery:
     keyed: dict[str, Any] = {"shared": False, "base": IdempotentTask, "idempotency_key": "n"}
     app.task(name="note", **keyed)(with_extra)
     app.task(name="once", idempotency_publish_once=True, **keyed)(with_extra)
+    once: dict[str, Any] = {**keyed, "idempotency_publish_once": True, "idempotency_retention": 0}
+    app.task(name="once_unretained", **once)(with_extra)
     app.task(name="free", shared=False, base=IdempotentTask)(anything)
     app.task(name="plain", shared=False)(anything)
     app.finalize()

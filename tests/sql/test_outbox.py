@@ -205,6 +205,25 @@ class TestOnEveryDatabase:
         assert headers["idempotency"]["id"] == headers["id"]
         assert headers["idempotency"]["key"] == "7"
 
+    @pytest.mark.parametrize("name", ["once", "once_unretained"])
+    def test_one_that_has_run_before_it_is_deleted_is_not_sent_again(
+        self, lite: Stage, monkeypatch: pytest.MonkeyPatch, name: str
+    ):
+        from django.db.models import QuerySet
+
+        def die(*_: object) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(QuerySet, "_raw_delete", die)
+        with pytest.raises(SystemExit), lite.atomic():
+            lite.add(name, (7,))
+        monkeypatch.undo()
+        (task_id,) = ids(lite.app)
+        assert lite.app.tasks[name].apply((7,), task_id=task_id).get() == 7
+        lite.pass_time()
+        lite.sweep()
+        assert (ids(lite.app), lite.pending()) == ([], [])
+
     def test_after_a_long_transaction_its_process_sends_what_no_sweep_has(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):

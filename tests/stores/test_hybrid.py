@@ -16,7 +16,7 @@ from celery_idempotent.django import hybrid
 from celery_idempotent.django.hybrid import Cache, HybridStore
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Mismatched, Settled, State, Stored
+from celery_idempotent.records import Claimed, Held, Mismatched, Settled, State, Stored
 from celery_idempotent.stores import open_store
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
@@ -257,17 +257,13 @@ class TestForget:
         assert store.forget(KEY)
         assert isinstance(ask(store), Claimed)
 
-    def test_a_mark_is_forgotten_without_a_dead_cache_and_so_is_a_copy_that_turns_up_again(
-        self, store, link
-    ):
-        token = complete(store).token
-        link.mode = "away"
-        store.forget_mark(KEY, token=token)
-        assert store.get(KEY) is None
+    @pytest.mark.parametrize("mode", ["well", "away"])
+    def test_where_each_call_runs_no_copy_of_an_end_answers(self, store, link, mode):
+        complete(store)
+        link.mode = mode
+        assert isinstance(ask(store, task_id="another", each_runs=True), Claimed)
         link.mode, store.cache.away_until = "well", 0.0
-        assert ask(store).record.token == token
-        store.forget_mark(KEY, token=token)
-        assert isinstance(ask(store), Claimed)
+        assert isinstance(ask(store, task_id="a third", each_runs=True), Held)
 
     @pytest.mark.parametrize("loss", ["nothing", "the tombstone and the ticket", "the ticket"])
     def test_a_fill_that_comes_after_a_forget_is_refused(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Celery, chain, group, shared_task
 
-from celery_idempotent import IdempotentTask
+from celery_idempotent import EarlierCall, IdempotentTask
 from celery_idempotent.http import aenqueue, task_status
 
 #: With the class mypy knows what every task is; with its name, "celery_idempotent:IdempotentTask", this line says it.
@@ -70,7 +70,10 @@ def calls() -> list[Any]:
     assert (body[:1], status, headers["Content-Type"]) == (b"{", 200, "application/json")
     record = charge.idempotency_record("k", scope="tenant")
     assert record is not None
-    return [record.identity.key, ship.delay("z").get(), elsewhere.name]
+    sent = ship.delay("z")
+    known: tuple[bool | None, EarlierCall | None] = (sent.duplicate, sent.earlier)
+    assert known == (None, None)
+    return [record.identity.key, sent.get(), elsewhere.name]
 
 
 async def route(key: str | None) -> tuple[bytes, int, dict[str, str]]:

@@ -11,7 +11,7 @@ from celery import Celery
 
 import celery_idempotent
 from celery_idempotent import errors
-from celery_idempotent.errors import IdempotencyError, InProgress, TooManyCrashes
+from celery_idempotent.errors import DuplicateCall, IdempotencyError, InProgress, TooManyCrashes
 
 ALL = [
     each
@@ -25,6 +25,7 @@ EXAMPLES = [
     *[each() for each in ALL],
     InProgress("held", "task-1", 12.5),
     InProgress("held", None, 0.0),
+    DuplicateCall("called", "task-1", "PROCESSING"),
     TooManyCrashes("enough", 4),
 ]
 
@@ -38,12 +39,13 @@ def same(error: BaseException, other: BaseException) -> None:
     assert type(other) is type(error)
     assert other.args == error.args
     assert str(other) == str(error)
-    for name in ("task_id", "expires_in", "crashes"):
+    for name in ("task_id", "expires_in", "crashes", "state"):
         assert getattr(other, name, "") == getattr(error, name, "")
 
 
 def test_the_specified_ones_exist_and_nothing_else():
     assert {each.__name__ for each in LEAVES} == {
+        "DuplicateCall",
         "KeyMissing",
         "InvalidKey",
         "FingerprintMismatch",

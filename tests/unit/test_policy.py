@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.settings import is_explicit, own_settings
 
 DAY = 86_400_000
@@ -59,19 +57,13 @@ class TestDefaults:
         found = policy(idempotency_retention=0, idempotency_lease=7)
         assert (found.settled_keep_ms, found.keep_ms) == (7000, 7000)
 
-    @pytest.mark.parametrize("state", State)
-    def test_without_retention_a_settled_record_is_but_a_mark(self, state):
-        record = Record(
-            identity=Identity(namespace="n", key="k"),
-            state=state,
-            token=1,
-            created_ms=0,
-            updated_ms=0,
-        )
-        assert policy(idempotency_retention=0).forgets(record) is state.settled
-        assert not policy().forgets(record)
-        carried_on = replace(record, replaced=True)
-        assert policy(idempotency_retention=0).forgets(carried_on) is (state is State.FAILED)
+    @pytest.mark.parametrize(
+        ("options", "each_runs"),
+        [({}, False), ({"retention": 0}, True), ({"publish_once": "until_start"}, True)],
+    )
+    def test_an_end_answers_other_calls_unless_each_call_runs(self, options, each_runs):
+        given = {f"idempotency_{name}": value for name, value in options.items()}
+        assert policy(**given).each_runs is each_runs
 
     @pytest.mark.parametrize(("retention", "kept"), [(10, 30_000), (90, 90_000)])
     def test_an_unfinished_record_is_kept_for_the_retention_or_its_lease(self, retention, kept):
@@ -129,7 +121,7 @@ BAD = [
     ("serializer", "nonsense", "is not installed"),
     ("serializer", "pickle", "does not accept"),
     ("wait", "2", "seconds or a timedelta"),
-    ("publish_once", "yes", "True or False"),
+    ("publish_once", "yes", "one of False, True, 'until_start'"),
     ("on_stale", "retry", "'interrupt', 'fail', 'requeue'"),
     ("on_store_error", "fail", "'closed', 'open'"),
     ("mode", "watch", "'enforce', 'observe', 'off'"),

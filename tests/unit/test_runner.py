@@ -21,6 +21,8 @@ from celery_idempotent.protocol import run as protocol
 from celery_idempotent.records import (
     Identity,
     Record,
+    Reserved,
+    ReserveRequest,
     SettleRequest,
     State,
     Stored,
@@ -28,7 +30,7 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
-from tests.support.runs import IDENTITY, Call, CallRun, Conflict, Ran, Replay, Runner, StoreFailed
+from tests.support.runs import IDENTITY, Call, CallRun, Ran, Replay, Runner, StoreFailed
 from tests.support.telling import Heard, listening
 
 
@@ -221,42 +223,18 @@ class TestRunning:
         other = a_call(task_id="another", fingerprint=b"f" * 16)
         assert execute(lambda: 3, retention_ms=0, call=other) == Ran(3)
 
-    def test_without_retention_a_store_that_is_away_for_a_moment_is_asked_again(
-        self, execute, store, fake_time
+    def test_without_retention_the_end_of_a_call_that_was_sent_twice_is_kept_for_a_day(
+        self, execute, memory, clock
     ):
-        execute(lambda: 1, retention_ms=0)
-        store.fail("forget_mark", StoreUnavailable)
-        assert execute(lambda: 2, retention_ms=0, call=a_call(task_id="another")) == Ran(2)
-        store.fail_always("forget_mark", StoreUnavailable)
-        late = execute(lambda: 3, retention_ms=0, call=a_call(task_id="a third"))
-        assert isinstance(late, StoreFailed)
-
-    def test_without_retention_one_of_many_takes_the_key_of_the_last_run(self, execute, memory):
-        """Two find the mark, and both forget it: the slower one must not forget the claim of the other."""
-        execute(lambda: 1, retention_ms=0)
-        late, first = a_call(task_id="late"), a_call(task_id="first")
-        seen: list[Any] = []
-
-        forget = memory.forget
-
-        def forget_late(*args: Any, **kwargs: Any) -> bool:
-            memory.forget = forget  # for the others
-
-            def body() -> int:
-                seen.append(forget(*args, **kwargs))
-                seen.append(execute(lambda: 9, retention_ms=0, call=late))
-                return 2
-
-            seen.append(execute(body, retention_ms=0, call=first))
-            return False
-
-        memory.forget = forget_late
-        outcome = execute(lambda: 3, retention_ms=0, call=late)
-        assert outcome == Ran(3)
-        forgotten, conflict, ran = seen
-        assert forgotten is False
-        assert isinstance(conflict, Conflict)
-        assert ran == Ran(2)
+        """Its copy may wait in a queue."""
+        for copies in ((), ("t1",)):
+            request = ReserveRequest(
+                identity=IDENTITY, task_id="t1", deadline_ms=1000, keep_ms=1000, copies=copies
+            )
+            assert isinstance(memory.reserve(request), Reserved)
+            assert execute(lambda: 1, retention_ms=0) == Ran(1)
+            clock.advance(23 * 3_600_000)
+            assert (memory.get(IDENTITY) is not None) is bool(copies)
 
 
 class TestEndings:

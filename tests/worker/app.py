@@ -79,6 +79,12 @@ def _define(app: Celery) -> None:
     idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
     once: dict[str, Any] = {"idempotency_key": "key", "idempotency_publish_once": True}
     idempotent(name="once", **once)(work)
+    idempotent(name="once_unretained", idempotency_retention=0, **once)(work)
+    idempotent(name="once_kept", idempotency_keep_message=True, **once)(work)
+    idempotent(name="once_or_raise", idempotency_on_duplicate="raise", **once)(work)
+    until_start = {**once, "idempotency_publish_once": "until_start"}
+    idempotent(name="until_start", **until_start)(work)
+    idempotent(name="again", **until_start)(calling_itself)
     idempotent(name="once_retrying", max_retries=None, **once)(retrying)
 
     lost: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_stale": "requeue"}
@@ -110,6 +116,11 @@ def work(self: Any, key: str, seconds: float = 0.0, gate: str = "") -> dict[str,
     wait_at(gate)
     ledger.append("end", key, self.request.id)
     return _answer(self)
+
+
+def calling_itself(self: Any, key: str, times: int) -> list[bool | None]:
+    """Call itself so many times, and return whether each call was a duplicate."""
+    return [self.delay(key, 0).duplicate for _ in range(times)]
 
 
 def stepping(self: Any, key: str, gate: str) -> dict[str, Any]:

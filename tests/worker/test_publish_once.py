@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import redis
 from celery import chain, chord, group
 
+from celery_idempotent import DuplicateCall
 from celery_idempotent.celery import publishing
+from celery_idempotent.celery.sweep import sweep
 from celery_idempotent.records import State
 from tests.support.apps import environment
-from tests.support.sites import RABBITMQ_TOO, REDIS
+from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
@@ -67,6 +72,133 @@ def test_a_countdown_keeps_the_reservation_for_as_long(unattended, key, short):
     time.sleep(2 * short)
     assert unattended.publish("once", key).id == first.id
     assert unattended.length() == 1
+
+
+@pytest.mark.parametrize("name", ["once", "once_unretained"])
+def test_a_lapsed_run_is_sent_again_by_one_of_many_calls(open_site, key, gate, name):
+    """Its message may be gone. Here it comes back, and so does the owner of the claim, too late."""
+    site = open_site("redis", idempotency_lease=1, idempotency_sweep_interval=None)
+    worker = site.worker(concurrency=1)
+    first = site.publish(name, key, 0.0, gate.path)
+    wait_for(lambda: site.ledger.count("start", key), what="the run")
+    worker.freeze()
+    wait_for(lambda: site.record(name, key).stale(time.time() * 1000), what="the end of the lease")
+    with ThreadPoolExecutor(8) as pool:
+        results = [*pool.map(lambda _: site.publish(name, key, 0.0, gate.path), range(16))]
+    assert {each.id for each in results} == {first.id}
+    assert sum(not each.duplicate for each in results) == 1
+    assert site.length() == 1
+    gate.open()
+    worker.thaw()
+    wait_for(lambda: not site.length(), what="the copy to be taken")
+    site.idle(first.id)
+    assert first.get(timeout=30)
+    assert site.ledger.count("end", key) == 1
+
+
+@pytest.mark.parametrize("name", ["once", "once_unretained"])
+def test_copies_of_a_message_that_waits_in_a_long_queue_run_once(unattended, key, short, name):
+    """Each deadline is twice as long as the last one."""
+    first, calls = unattended.publish(name, key), 0
+    until = time.monotonic() + 8 * short
+    while time.monotonic() < until:
+        assert unattended.publish(name, key).id == first.id
+        calls += 1
+        time.sleep(0.1)
+    assert calls > 20
+    assert 2 <= unattended.length() <= 4  # at 0, 1, 2 and 4 seconds after the one before
+    unattended.worker(concurrency=1)
+    unattended.idle(first.id)
+    assert unattended.ledger.count("start", key) == 1
+    # Nor does a copy that comes after the next call.
+    if name == "once_unretained":
+        second = unattended.publish(name, key)
+        assert second.id != first.id
+        second.get(timeout=30)
+        unattended.publish(name, key, task_id=first.id)
+        unattended.idle(first.id)
+        assert unattended.ledger.count("start", key) == 2
+
+
+def test_a_result_says_which_call_had_the_key_before(unattended, key):
+    first, second = unattended.publish("once", key), unattended.publish("once", key)
+    assert (first.duplicate, first.earlier) == (False, None)
+    assert second.duplicate
+    assert (second.earlier.task_id, second.earlier.state) == (first.id, State.QUEUED)
+    read = pickle.loads(pickle.dumps(second))
+    assert (read.id, read.duplicate, read.earlier) == (first.id, True, second.earlier)
+    assert unattended.publish("keyed", key).duplicate is None
+    assert unattended.app.tasks["keyed"].s(key).apply_async().duplicate is None
+    sent = unattended.publish("once_or_raise", key)
+    with pytest.raises(DuplicateCall, match="is QUEUED") as raised:
+        unattended.publish("once_or_raise", key)
+    assert (raised.value.task_id, raised.value.state) == (sent.id, "QUEUED")
+    assert not sent.duplicate
+    unattended.worker(concurrency=1)
+    first.get(timeout=30)
+    done = unattended.publish("once", key)
+    assert (done.duplicate, done.earlier.state) == (True, State.COMPLETED)
+    assert abs(done.earlier.since.timestamp() - time.time()) < 60
+
+
+def test_until_start_one_call_waits_beside_the_one_that_runs(open_site, broker, key, gate):
+    site = open_site(broker)
+    site.worker(concurrency=2)
+    first = site.publish("until_start", key, 0.0, gate.path)
+    wait_for(lambda: site.ledger.count("start", key), what="the run")
+    waiting = [site.publish("until_start", key) for _ in range(5)]
+    assert [each.duplicate for each in waiting] == [False, True, True, True, True]
+    (second,) = {each.id for each in waiting}
+    assert second != first.id
+    gate.open()
+    assert waiting[0].get(timeout=30) != first.get(timeout=30)
+    assert not site.publish("until_start", key).duplicate
+    site.idle(first.id, second)
+    wait_for(lambda: site.ledger.count("end", key) == 3, what="the third run")
+    starts, ends = site.ledger.entries("start", key), site.ledger.entries("end", key)
+    assert all(end.time <= start.time for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_until_start_no_call_is_left_without_a_run_that_began_after_it(open_site, key):
+    """Children are killed meanwhile."""
+    site = open_site("redis", idempotency_lease=2, broker_transport_options=IMPATIENT)
+    worker, calls, kills = site.worker(concurrency=2), list[float](), 0
+    until = time.monotonic() + 8
+    while time.monotonic() < until:
+        calls.append(time.time())
+        site.publish("until_start", key, 0.2)
+        if time.monotonic() > until - 7 + 2 * kills and kills < 3:
+            kills += 1
+            os.kill(worker.children()[0], signal.SIGKILL)
+        time.sleep(0.1)
+
+    def covered() -> bool:
+        ended = {each.task_id for each in site.ledger.entries("end", key)}
+        began = [e.time for e in site.ledger.entries("start", key) if e.task_id in ended]
+        return bool(began and max(began) >= calls[-1])
+
+    wait_for(covered, 60, "a run after the last call")
+    assert site.ledger.count("end", key) < len(calls)
+
+
+def test_a_task_that_calls_itself_until_start_has_one_successor(shared, key):
+    assert shared.publish("again", key, 3).get(timeout=30) == [False, True, True]
+    assert shared.publish("once", f"{key} once").duplicate is False
+
+
+def test_a_message_that_the_broker_lost_is_sent_again_where_the_record_keeps_it(
+    open_site, key, short
+):
+    site = open_site("redis", idempotency_sweep_interval=None)
+    first = site.publish("once_kept", key)
+    assert site.record("once_kept", key).message is not None
+    with redis.Redis.from_url(site.settings["broker_url"]) as client:
+        assert client.delete(site.queue) == 1
+    wait_for(lambda: sweep(site.app) and site.length(), 20, "the sweep to send it", interval=0.2)
+    site.worker(concurrency=1)
+    assert first.get(timeout=30)
+    assert site.ledger.count("start", key) == 1
+    assert site.record("once_kept", key).message is None
 
 
 def test_a_producer_that_dies_after_reserving_blocks_nobody(unattended, key, short):

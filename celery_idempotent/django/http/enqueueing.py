@@ -137,7 +137,7 @@ class _DjangoOrder(Order):
         """Are both in the transaction of a ``TestCase``?"""
         return in_testcase(self._connection)
 
-    def queue(self, record: Record) -> None:
+    def queue_or_defer(self, record: Record) -> None:
         alias = self.store.outbox_alias if self.has_outbox else None
         own = None if self.in_transaction else alias
         with nullcontext() if own is None else transaction.atomic(using=own):

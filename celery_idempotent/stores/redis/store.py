@@ -149,6 +149,7 @@ class RedisStore(base.Store):
         record = request.record
         if record.state is _PROCESSING and request.restore and not request.note:
             line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
+            line["copies"] = record.copies
             tail = layout.pack_tail(line, record.task_id, record.fingerprint, request.value)
             keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
             life = b"%d" % max(request.keep_ms, 1)
