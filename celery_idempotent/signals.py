@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypedDict
 
@@ -65,7 +67,7 @@ class Event:
 
 
 class Line(NamedTuple):
-    """The level of a log line, and its text, with names that an event fills in."""
+    """The level of a log line, and its text: a constant, with names that an event fills in."""
 
     level: int
     text: str
@@ -120,7 +122,7 @@ mismatched = OutcomeSignal(
 )
 settled = OutcomeSignal("settled", _TASK + " settled {event.identity}: {event.state.value}")
 #: The line of a FAILED without a run: a person should read it.
-FAILED_WITHOUT_RUN = Line(ERROR, "{event.error}")
+FAILED_WITHOUT_RUN = Line(ERROR, "FAILED without a run: {event.error}")
 released = OutcomeSignal("released", _TASK + " released {event.identity}")
 interrupted = OutcomeSignal(
     "interrupted",
@@ -136,7 +138,7 @@ requeued = OutcomeSignal(
     WARNING,
 )
 forgotten = OutcomeSignal("forgotten", "{event.who} forgot {event.identity}{why}", WARNING)
-swept = OutcomeSignal("swept", "a sweep interrupted {event.count}")
+swept = OutcomeSignal("swept", "a sweep ended{why}")
 settle_failed = OutcomeSignal(
     "settle_failed",
     "task {event.task_id} of {event.identity} took effect, but its result could not be stored ({event.error}): after "
@@ -282,11 +284,20 @@ def report(
     )
     if logged:
         why = f": {event.reason}" if event.reason else ""
-        text = "idempotency: " + line.text.format(event=event, record=record, why=why)
+        # Error trackers group lines by their template.
+        template, names = _template(line.text)
+        args = [printable(each.format(event=event, record=record, why=why)) for each in names]
         extra = {f"idempotency_{name}": value for name, value in facts(outcome, event).items()}
-        logger.log(line.level, "%s", printable(text), extra=extra)
+        logger.log(line.level, template, *args, extra=extra)
     if outcome.receivers:
         outcome.send(sender=call.sender, event=event)
+
+
+@lru_cache(maxsize=128)
+def _template(text: str) -> tuple[str, list[str]]:
+    """Return a text as a template of ``logging``, and the names in it."""
+    name = re.compile("{[^}]+}")
+    return "idempotency: " + name.sub("%s", text), name.findall(text)
 
 
 def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:

@@ -60,6 +60,21 @@ _MARGIN_S, _MARGIN = 0.5, 0.1
 _OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
 
 
+def _current_id() -> str | None:
+    """Return the id of the task that this thread is busy with."""
+    return getattr(getattr(get_current_task(), "request", None), "id", None)
+
+
+class _OfReplays(type):
+    def __instancecheck__(cls, error: object) -> bool:
+        by = getattr(error, "idempotency_replayed", False)
+        return by and by == _current_id()
+
+
+class Replayed(Exception, metaclass=_OfReplays):
+    """Any stored error, in the duplicate that raises it: the first call logged it as an error."""
+
+
 class Delivery(republish.DeliveredRun):
     """One delivery of a message, or one eager call."""
 
@@ -200,6 +215,8 @@ class Delivery(republish.DeliveredRun):
             token = record.token if own else None
             callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
         if error is not None:
+            with suppress(AttributeError):  # a frozen dataclass
+                error.idempotency_replayed = not own and request.id  # type: ignore[attr-defined]
             raise error
         if self.definition.fuses:
             with suppress(Exception):  # else Celery's tracer stores it, in two trips
@@ -287,9 +304,7 @@ def _prepare_process(pid: int) -> str:
         handler = signal.getsignal(signal.SIGUSR1)
         # Ours already, if a signal struck here before.
         if getattr(handler, "__module__", "") in ("billiard.pool", shield.__name__):
-            made = shield.Shield(
-                lambda: getattr(getattr(get_current_task(), "request", None), "id", None)
-            )
+            made = shield.Shield(_current_id)
             held = shield.shields.setdefault(threading.get_ident(), made)
             held.hold(signal.SIGUSR1, signal.SIGTERM)
     return worker_name(pid)

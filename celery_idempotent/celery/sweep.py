@@ -62,9 +62,9 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     done = ", ".join(f"{name} {count}" for name, count in counts.items())
     seconds = round(time.monotonic() - started, 4)
     level = logging.INFO if any(counts.values()) else logging.DEBUG
-    line = Line(level, f"sweep {done} in {seconds:.3f} s")
-    sweep_call = Call(name=SWEEP, sender=sender, store=store)
-    report(sweep_call, signals.swept, count=counts["interrupted"], line=line, has_writer=False)
+    about: Details = {"line": Line(level, signals.swept.line.text)}
+    about |= {"count": counts["interrupted"], "reason": f"{done} in {seconds:.3f} s"}
+    report(Call(name=SWEEP, sender=sender, store=store), signals.swept, has_writer=False, **about)
     counters.write()
     kept = store.upkeep(app, limit=limit)
     store.note_sweep()

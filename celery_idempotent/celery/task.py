@@ -23,6 +23,7 @@ from celery_idempotent.celery.definition import (
 from celery_idempotent.celery.delivery import (
     RUN,
     Delivery,
+    Replayed,
     deliver,
     delivery_of,
     next_after_ours,
@@ -96,7 +97,7 @@ class IdempotentTask(DefinedTask):
                 if getattr(cls, option) is None and not is_explicit(app, f"task_{option}"):
                     setattr(cls, option, True)
             # Expected: Celery logs them at INFO, without a traceback.
-            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress)
+            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress, Replayed)
             cls.throws = tuple(dict.fromkeys(expected))
         app = real_app(app)
         bound: Celery = super().bind(app)

@@ -33,6 +33,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery.callbacks import OUTCOME
+from celery_idempotent.celery.delivery import Replayed
 from celery_idempotent.celery.publishing import lost_after_ms
 from celery_idempotent.celery.task import make_store
 from celery_idempotent.protocol import shield
@@ -506,7 +507,7 @@ class TestConflicts:
         self, app, store, published, runs, caplog
     ):
         task = self.raising(app, throws=(KeyError,))
-        assert task.throws == (KeyError, FingerprintMismatch, InProgress)
+        assert task.throws == (KeyError, FingerprintMismatch, InProgress, Replayed)
         hold(store, "k", "t")
         with caplog.at_level("INFO", "celery.app.trace"):
             deliver(app, send(published, task, "k"))

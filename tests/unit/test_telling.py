@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -29,7 +30,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing import FakeClock
+from celery_idempotent.testing import FakeClock, deliver
 from tests.support.records import claim_key
 from tests.support.telling import Heard, assert_told, documented, listening
 
@@ -412,3 +413,26 @@ def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(hea
         one | {"idempotency_outcome": "settled", "idempotency_state": "COMPLETED"},
         two | {"idempotency_outcome": "replayed", "idempotency_first_task_id": "one"},
     ]
+
+
+def test_a_line_keeps_its_template_and_has_the_facts_as_arguments(heard):
+    """An error tracker groups by the template: who mutes one issue must not mute the next CRITICAL."""
+    place = make_place(heard)
+    for key in ("a-7", "b-8"):
+        for task_id in ("one", "two"):
+            with suppress(KeyError):
+                place.task.apply((key, raising(KeyError())), task_id=task_id)
+    first, second = heard.lines[:3], heard.lines[3:]
+    assert [each.msg for each in first] == [each.msg for each in second]
+    assert len({each.msg for each in first}) == 3
+    assert all("billing key b-8" in each.args for each in second)
+
+
+def test_a_failure_is_an_error_in_the_log_once_and_its_replays_are_not(heard, caplog, monkeypatch):
+    place = make_place(heard)
+    monkeypatch.setattr(place.task, "run", Mock(side_effect=KeyError))
+    caplog.set_level("INFO", "celery.app.trace")
+    for _ in range(3):
+        assert deliver(place.task, "o").state == "FAILURE"
+    levels = [each.levelname for each in caplog.records if each.name == "celery.app.trace"]
+    assert levels == ["ERROR", "INFO", "INFO"]
