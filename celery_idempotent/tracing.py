@@ -1,22 +1,28 @@
 """Outcomes on the current OpenTelemetry span: attributes, and one event for each.
 
-The span is the current one, of ``opentelemetry-instrumentation-celery`` or of your web framework. No span has a key.
+An event is a log record with an event name where the application configures OpenTelemetry's logs, else an event of the
+span, a form that OpenTelemetry deprecates. The span is the current one, of ``opentelemetry-instrumentation-celery`` or
+of your web framework. Neither has a key.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+from celery_idempotent import signals
 from celery_idempotent.signals import OUTCOMES, Event, OutcomeSignal, facts
 
 try:
-    from opentelemetry import trace
+    from opentelemetry import _logs, trace
 except ImportError as error:
     raise ImportError(
         "celery_idempotent.tracing needs opentelemetry-api: pip install 'celery-idempotent[opentelemetry]'"
     ) from error
 
 __all__ = ["install"]
+
+_events: Any = _logs.get_logger("celery_idempotent")
 
 
 def install() -> None:
@@ -33,7 +39,21 @@ def _note(signal: OutcomeSignal, event: Event, **_: object) -> None:
     if (identity := event.identity) is not None:
         parts = "\0".join((identity.namespace, identity.scope, identity.key))
         found["key_digest"] = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    known = found.keys() - {"key", "scope", "task_id", "who"}
+    if signal is signals.replayed and event.record is not None:
+        found["state"] = event.record.state.value
+    known = found.keys() - {"key", "scope", "task_id", "who", "error"}
     attributes = {f"celery.idempotency.{name}": found[name] for name in known}
-    span.set_attributes(attributes)
-    span.add_event(f"idempotency.{signal.counter}", attributes)
+    if event.error is not None:
+        kind = type(event.error)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        attributes["error.type"] = name.removeprefix("builtins.")
+    name = f"celery.idempotency.{signal.counter}"
+    if getattr(_events, "enabled", lambda **_: False)(event_name=name):
+        _events.emit(event_name=name, attributes=attributes)
+    else:
+        span.add_event(name, attributes)
+    # A span says how its operation ended.
+    passing = {signals.claimed: "celery.idempotency.state", signals.store_failed: "error.type"}.get(
+        signal
+    )
+    span.set_attributes({name: attributes[name] for name in attributes if name != passing})

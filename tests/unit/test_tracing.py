@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from celery import Celery
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_idempotent import IdempotentTask, signals, tracing
+from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.testing import isolated_records
 from tests.support.telling import listening
 
 Traced = Callable[..., ReadableSpan]
+NAME = "celery.idempotency"
 
 
 @pytest.fixture
@@ -53,16 +57,17 @@ def test_a_run_and_its_repetition(app: Celery, traced: Traced) -> None:
         return "receipt"
 
     first = traced(lambda: pay.apply(("secret-17",), task_id="one"))
-    assert [event.name for event in first.events] == ["idempotency.claimed", "idempotency.settled"]
+    assert [event.name for event in first.events] == [f"{NAME}.claimed", f"{NAME}.settled"]
     assert first.attributes is not None
     assert first.attributes["celery.idempotency.outcome"] == "settled"
     assert first.attributes["celery.idempotency.state"] == "COMPLETED"
     assert "celery.idempotency.first_task_id" not in first.attributes
 
     again = traced(lambda: pay.apply(("secret-17",), task_id="two"))
-    assert [event.name for event in again.events] == ["idempotency.replayed"]
+    assert [event.name for event in again.events] == [f"{NAME}.replayed"]
     assert again.attributes is not None
     assert again.attributes["celery.idempotency.first_task_id"] == "one"
+    assert again.attributes["celery.idempotency.state"] == "COMPLETED"
     digest = "celery.idempotency.key_digest"
     assert again.attributes[digest] == first.attributes[digest]
     other = traced(lambda: pay.apply(("secret-18",)))
@@ -83,9 +88,40 @@ def test_an_error_is_named_by_its_class(app: Celery, traced: Traced) -> None:
 
     span = traced(lambda: refuse.apply(("17",)))
     assert span.attributes is not None
-    assert span.attributes["celery.idempotency.error"] == "ValueError"
+    assert span.attributes["error.type"] == "ValueError"
     assert span.attributes["celery.idempotency.state"] == "FAILED"
     assert "Ada" not in span.to_json()
+
+
+def test_a_run_that_fails_leaves_no_state_of_its_claim_behind(app: Celery, traced: Traced) -> None:
+    @app.task(base=IdempotentTask, name="slip", shared=False)
+    def slip() -> None:
+        raise StoreUnavailable("away")
+
+    span = traced(lambda: slip.apply())
+    assert span.attributes is not None
+    assert span.attributes["error.type"] == "celery_idempotent.errors.StoreUnavailable"
+    assert "celery.idempotency.state" not in span.attributes
+
+
+def test_with_a_log_provider_events_are_log_records(
+    app: Celery, traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.task(base=IdempotentTask, name="quick", shared=False)
+    def quick() -> int:
+        return 1
+
+    exporter, provider = InMemoryLogRecordExporter(), LoggerProvider()
+    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
+    monkeypatch.setattr(tracing, "_events", provider.get_logger("test"))
+    span = traced(quick.apply)
+    found = [each.log_record for each in exporter.get_finished_logs()]
+    assert [each.event_name for each in found] == [f"{NAME}.claimed", f"{NAME}.settled"]
+    assert {each.span_id for each in found} == {span.context.span_id}
+    states = [(each.attributes or {})[f"{NAME}.state"] for each in found]
+    assert states == ["PROCESSING", "COMPLETED"]
+    assert span.events == ()
+    provider.shutdown()
 
 
 def test_without_a_span_nothing_happens(app: Celery, traced: Traced) -> None:
