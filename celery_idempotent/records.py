@@ -353,6 +353,9 @@ class Stats:
     now_ms: int
     interrupted: int = 0
     swept_ms: int | None = None
+    #: The messages in the outbox, and for how long the oldest of them waits.
+    outbox: int = 0
+    outbox_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ W004 After a crash, messages come back before the lease ends ({broker.option}: {
 W005 The store is in the memory of each process: processes do not see each other's keys.
      Set idempotency_store to a Redis or a database; memory:// is for tests.
 E006 The store cannot be used, and no idempotent task runs: {error}
-     Start it, give its user the rights that docs/running.md lists, or set idempotency_store to another.
+     Start it, make room in it, give its user the rights of docs/running.md, or set idempotency_store to another.
 E007 {server.kind} {server.version} is too old.
      Use Redis 6.2, Valkey 7.2 or newer.
 W008 {server.kind} evicts records when memory is full (maxmemory-policy {server.eviction}): their tasks run again.
@@ -133,8 +133,9 @@ def check_store(app: AnyCelery) -> list[Finding]:
     try:
         if missing := ", ".join(store.missing_rights()):
             raise StoreMisconfigured(f"{store!r} refuses its user {missing}.")
-        # No task has such a name. A read needs no more rights than a worker has.
+        # No task has such a name. Neither read nor write needs more rights than a worker has.
         store.get(Identity(namespace="celery_idempotent:check", key="-"))
+        store.probe()
     except IdempotencyError as error:
         return _findings({"E006": True}, error=error)
     found: dict[str, Finding] = {}  # of a cluster's servers, each finding once

@@ -22,7 +22,7 @@ from celery_idempotent.serializers import HTTP
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.stores import Store
+    from celery_idempotent.stores.base import Health, Store
 
 #: The most characters of a value that are shown.
 LONGEST = 10_000
@@ -120,21 +120,24 @@ def sweeps_of(app: AnyCelery, store: Store, stats: Stats) -> tuple[bool, str]:
     return well, f"Sweeps are due every {interval:g} s, and {last}{doubt}"
 
 
-def check_health(app: AnyCelery, store: Store, *, outbox_ms: int | None) -> dict[str, Any]:
-    """Return the health of store, sweeps and outbox as JSON; ``outbox_ms``: the age of the oldest message in it.
-
-    Raises:
-        StoreUnavailable: if the store does not answer.
-    """
-    stats = store.stats()
+def check_health(app: AnyCelery, store: Store, health: Health) -> dict[str, Any]:
+    """Return the health of store, sweeps and outbox as JSON."""
+    about: dict[str, Any] = {"well": not health.problem}
+    if health.problem:
+        about["problem"] = health.problem
+    if (stats := health.stats) is None:
+        return {"well": False, "store": about}
+    if health.mark > 0:
+        about["lost_s"] = max(stats.now_ms - health.mark, 0) // 1000
     swept, _ = sweeps_of(app, store, stats)
     swept_s = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0) // 1000
-    sent = (outbox_ms or 0) <= OUTBOX_MS
+    waits_ms = stats.outbox_ms
+    sent = (waits_ms or 0) <= OUTBOX_MS
     return {
-        "well": swept and sent,
-        "store": {"well": True},
+        "well": about["well"] and swept and sent,
+        "store": about,
         "sweep": {"well": swept, "ago_s": swept_s},
-        "outbox": {"well": sent, "oldest_s": None if outbox_ms is None else outbox_ms // 1000},
+        "outbox": {"well": sent, "oldest_s": None if waits_ms is None else waits_ms // 1000},
     }
 
 

@@ -68,6 +68,7 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     counters.write()
     kept = store.upkeep(app, limit=limit)
     store.note_sweep()
+    store.probe()
     return {**counts, "more": found.more, "seconds": seconds, **kept}
 
 

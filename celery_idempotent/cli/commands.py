@@ -15,9 +15,9 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from celery_idempotent.celery.checks import check
 from celery_idempotent.celery.definition import load_tasks
 from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.sweep import SWEEP, sweep
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Record, Selection
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.fields import Unreadable
@@ -498,17 +499,20 @@ def _prune(app: Celery, limit: int) -> None:
 def _check(app: Celery, health: bool) -> None:
     """Check the settings of the app and of its store.
 
-    Each finding has an id, what can go wrong, and what to set. Exit code 1: any; 3: the store does not answer.
+    Each finding has an id, what can go wrong, and what to set. The memory and the eviction policy of the servers come
+    last. Exit code 1: any finding; 3: the store does not answer.
 
-    --health checks instead that the store answers, that a sweep ended within the last three intervals, and that no
-    message has waited in the outbox for over a minute. It prints JSON.
+    --health checks instead that the store answers and takes writes, that a sweep ended within the last three intervals,
+    and that no message has waited in the outbox for over a minute. It prints JSON.
     """
     if health:
         load_tasks(app)
         store = get_store(app)
-        outbox = store.outbox_alias and import_module("celery_idempotent.django.outbox")
-        waits = outbox.oldest_ms(using=store.outbox_alias) if outbox else None
-        _write(about := story.check_health(app, store, outbox_ms=waits))
+        answer = store.health()
+        _write(about := story.check_health(app, store, answer))
+        if answer.error:
+            _note(f"the store is {answer.problem}: {answer.error}")
+            raise Exit(UNREACHABLE)
         raise Exit(0 if about["well"] else FOUND)
     found = check(app)
     for each in found:
@@ -517,4 +521,8 @@ def _check(app: Celery, health: bool) -> None:
     if not found:
         _note("Nothing found.")
     codes = {UNREACHABLE if each.id == "E006" else FOUND for each in found}
+    with suppress(IdempotencyError):  # there is no store, or the user may not ask
+        for server in get_store(app).facts() if UNREACHABLE not in codes else ():
+            used = f"{server.memory} used (0B: no limit), maxmemory-policy {server.eviction}"
+            _note(f"{server.kind} {server.version}: {used}.")
     raise Exit(max(codes, default=0))

@@ -72,10 +72,10 @@ class Outcomes(IdempotencyRecord):
 
 
 class Mark(models.Model):
-    """A number that only grows, see :mod:`celery_idempotent.django.sql.dialects`: two rows."""
+    """A number that only grows, see :mod:`celery_idempotent.django.sql.dialects`: four rows."""
 
     #: 1: the largest token of the rows that were deleted, so that tokens grow over a forget and a prune. 2: when the
-    #: last sweep ended.
+    #: last sweep ended. 3: the first use, negative; positive: the first use after a loss. 4: the last probe.
     id = models.SmallIntegerField(primary_key=True)
     value = models.BigIntegerField()
 

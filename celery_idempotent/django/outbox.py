@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.django.models import OutboxMessage
 
-__all__ = ["oldest_ms", "stage", "sweep"]
+__all__ = ["stage", "sweep"]
 
 logger = logging.getLogger(__name__)
 
@@ -253,14 +253,6 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> tuple[i
         logger.warning(line, using, refused, why)
     logger.info("idempotency: outbox of %s: %d messages sent, %d could not be", using, sent, failed)
     return sent, failed
-
-
-def oldest_ms(*, using: str | None) -> int | None:
-    """Return for how long the oldest message waits; ``None`` if none does, or without a database (``using``)."""
-    if using is None:
-        return None
-    ages = _rows(using).annotate(age_ms=NowMs() - F("created_ms")).order_by("pk")
-    return cast("int | None", ages.values_list("age_ms", flat=True).first())
 
 
 def _rows(using: str) -> QuerySet[OutboxMessage]:

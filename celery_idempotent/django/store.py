@@ -27,7 +27,7 @@ from django.db.transaction import atomic
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Connections, Session
-from celery_idempotent.django.sql.dialects import SWEPT, TOKENS
+from celery_idempotent.django.sql.dialects import PROBED, SWEPT, TOKENS, USED
 from celery_idempotent.django.sql.rows import (
     COLUMNS,
     DIGEST_BYTES,
@@ -240,8 +240,10 @@ class DjangoStore(Store):
     @in_session
     def stats(self, session: Session) -> Stats:
         """Count what is unfinished or failed, by the index of these."""
-        ((now_ms, swept_ms),) = session.rows(
-            f"SELECT {session.dialect.now_ms}, (SELECT value FROM celery_idempotent_mark WHERE id = {SWEPT})"
+        now = session.dialect.now_ms
+        ((now_ms, swept_ms, outbox, outbox_ms),) = session.rows(
+            f"SELECT {now}, (SELECT value FROM celery_idempotent_mark WHERE id = {SWEPT}),"
+            f" count(*), {now} - min(created_ms) FROM celery_idempotent_outbox"
         )
         groups = session.rows(
             "SELECT CASE WHEN state = 'I' THEN 'interrupted' WHEN state = 'F' THEN 'failed'"
@@ -250,7 +252,8 @@ class DjangoStore(Store):
             (now_ms, now_ms),
         )
         counts = dict.fromkeys(("live", "stale", "interrupted", "failed"), 0) | dict(groups)
-        return Stats(now_ms=now_ms, swept_ms=swept_ms, **counts)
+        times = {"now_ms": now_ms, "swept_ms": swept_ms, "outbox_ms": outbox_ms}
+        return Stats(outbox=outbox, **times, **counts)
 
     @in_session
     def list(
@@ -345,6 +348,17 @@ class DjangoStore(Store):
     def note_sweep(self, session: Session) -> None:
         """Note that a sweep ended just now."""
         session.execute(session.dialect.raise_mark, (SWEPT, _now_ms(session)))
+
+    @in_session
+    def mark_use(self, session: Session, *, lost_ms: int = 0) -> int:
+        """Write the mark of the first use, but not that of a test, which is rolled back."""
+        if self.connections.tested:
+            return 0
+        now_ms, write = _now_ms(session), session.dialect.raise_mark
+        session.execute(write, (PROBED, now_ms))
+        session.execute(write, (USED, lost_ms or -now_ms))
+        ((mark,),) = session.rows(f"SELECT value FROM celery_idempotent_mark WHERE id = {USED}")
+        return int(mark)
 
     @in_session
     def now_ms(self, session: Session) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent import records
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.records import Identity, Record, Selection, SettleRequest, State, Stored
 from celery_idempotent.stores import table
 from celery_idempotent.stores.fields import Unreadable
@@ -22,11 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNTED_HOURS", "ServerFacts", "Store", "Transaction"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 #: How long counters are kept.
 COUNTED_HOURS = 30 * 24
 HOUR_MS = 3_600_000
+
+#: Why a store does not serve: no answer; rights or settings; it takes no writes, as if full or a replica.
+Problem: TypeAlias = Literal["down", "refused", "read-only"]
 
 #: The record of a key that was claimed or reserved, or the reason why it cannot be had.
 Taken: TypeAlias = Record | records.Held | records.Settled | records.Mismatched
@@ -53,11 +60,21 @@ class ServerFacts:
     version: str
     eviction: str
     persistent: bool | None
+    memory: str = ""
 
     @property
     def release(self) -> tuple[int, ...]:
         """The version as two numbers."""
         return tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
+
+
+class Health(NamedTuple):
+    """Whether a store serves, and its :meth:`Store.mark_use`."""
+
+    problem: Problem | None = None
+    error: IdempotencyError | None = None
+    stats: records.Stats | None = None
+    mark: int = 0
 
 
 class Transaction(AbstractContextManager[object], Protocol):
@@ -99,6 +116,8 @@ class Store(ABC):
     safe_beside_forks: bool = True
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
+    #: The mark of the first use, as this process saw it last.
+    _mark = 0
 
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[Snapshot], T]) -> T:
@@ -315,6 +334,30 @@ class Store(ABC):
 
     def note_sweep(self) -> None:  # noqa: B027  see supports_counting
         """Note that a sweep ended just now, for ``stats``."""
+
+    def health(self) -> Health:
+        """Read, and then write as a run does. Never raises for the store."""
+        stats = None
+        try:
+            stats = self.stats()
+            self.probe()
+        except StoreMisconfigured as error:
+            return Health("refused", error, stats)
+        except IdempotencyError as error:
+            return Health("read-only" if stats else "down", error, stats)
+        return Health(stats=stats, mark=self._mark)
+
+    def probe(self) -> None:
+        """Write the mark of the first use, unless it is there; a later one than before tells that data was lost."""
+        mark = self.mark_use()
+        if 0 < abs(self._mark) < abs(mark):
+            logger.error("idempotency: %r lost its data: what was done may run again", self)
+            mark = self.mark_use(lost_ms=abs(mark))
+        self._mark = mark
+
+    def mark_use(self, *, lost_ms: int = 0) -> int:  # noqa: ARG002  optional
+        """Write the time of the first use, negative, unless there is a mark; ``lost_ms`` over it; return the mark."""
+        return 0
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:  # noqa: ARG002  nothing to do by default
         """Maintain the outbox and the like; the sweep reports the counts with its own."""

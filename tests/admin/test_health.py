@@ -58,4 +58,4 @@ def test_a_store_that_does_not_answer_is_told_and_nothing_else(serve: Any, ask: 
     serve("redis://:secret@127.0.0.1:1/0")
     answer, found = ask()
     assert answer.status_code == 503
-    assert found == {"well": False, "store": {"well": False}}
+    assert found == {"well": False, "store": {"well": False, "problem": "down"}}

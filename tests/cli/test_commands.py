@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -521,6 +522,33 @@ def test_health_is_well_where_the_store_answers_and_sweeps_run(run, store):
     (line,) = lines(run("check", "--health"))
     assert line["well"]
     assert line["sweep"]["ago_s"] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "verbs", "problem"),
+    [
+        (StoreUnavailable("away"), ("stats", "probe"), "down"),
+        (StoreMisconfigured("away"), ("stats", "probe"), "refused"),
+        (StoreMisconfigured("away"), ("probe",), "refused"),
+        (StoreUnavailable("away"), ("probe",), "read-only"),
+    ],
+)
+def test_health_tells_a_store_that_is_down_from_one_that_refuses(
+    run, store, monkeypatch, error, verbs, problem
+):
+    for verb in verbs:
+        monkeypatch.setattr(store, verb, Mock(side_effect=error))
+    result = run("check", "--health")
+    (line,) = lines(result)
+    assert (result.exit_code, line["well"], line["store"]["problem"]) == (3, False, problem)
+    assert ("sweep" in line) == ("stats" not in verbs)
+    assert f"{problem}: away" in result.stderr
+
+
+def test_check_shows_memory_and_eviction(private_redis):
+    app = make_app(private_redis.url())
+    shown = CliRunner().invoke(idempotency, ["check"], obj=SimpleNamespace(app=app)).stderr
+    assert re.search(r"[\d.]+[KMG] of 0B used \(0B: no limit\), maxmemory-policy noeviction", shown)
 
 
 def test_health_misses_sweeps_after_three_intervals_where_the_store_notes_them(run, store):

@@ -55,6 +55,9 @@ def allow(server: Server, who: str, without: str = "") -> Any:
 def work(store: Any) -> None:
     use(store)
     store.count({("shop.charge", "settled"): 1})
+    if error := store.health().error:
+        raise error
+    assert store.list(Selection(stale=True)).cursor == ""  # as metrics ask
 
 
 def look(store: Any) -> None:

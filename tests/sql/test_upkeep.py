@@ -190,6 +190,30 @@ def test_a_forged_digest_is_noticed(store: DjangoStore):
 
 
 @pytest.mark.parametrize("vendor", databases.VENDORS)
+def test_health_writes_and_remembers_the_first_use(
+    open_store: Callable[..., DjangoStore], vendor: str
+):
+    store = open_store(vendor)
+    store.health()
+    shift(store, 5)
+    began = store.health().mark
+    execute(store.alias, "DELETE FROM celery_idempotent_mark")
+    shift(store, 5)
+    assert (began < 0, store.health().mark > -began) == (True, True)
+    if vendor != "postgresql":
+        return
+    name = connections[store.alias].settings_dict["NAME"]
+    execute(store.alias, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    try:
+        store.close()
+        found = store.health()
+        assert (found.problem, found.stats is None) == ("read-only", False)
+    finally:
+        execute(store.alias, f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        store.close()
+
+
+@pytest.mark.parametrize("vendor", databases.VENDORS)
 def test_counts_follow_state_and_deadline(open_store: Callable[..., DjangoStore], vendor: str):
     store = open_store(vendor)
 

@@ -355,8 +355,10 @@ class TestRefusals:
             assert settle(store, record)
             assert store.mark_delivered(KEY, token=record.token)
             assert store.get(KEY).value == VALUE
+            assert store.health().problem == "read-only"
         finally:
             direct.config_set("maxmemory", 0)
+        assert store.health().problem is None
 
     def test_a_replica_makes_the_store_unavailable(self, store, direct, private_redis):
         claim(store)

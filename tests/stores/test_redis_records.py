@@ -306,3 +306,20 @@ def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monke
     # server did not know.
     assert len(trips) <= 2 * (1 + 2 * 4)
     assert len(report.interrupted) == 1000
+
+
+def test_a_store_that_lost_its_data_says_so_in_every_process(
+    redis_store: RedisStore, redis_url: str, prefix: str, redis_client: redis.Redis, caplog: Any
+) -> None:
+    assert [redis_store.health().mark < 0 for _ in range(2)] == [True, True]
+    began = -redis_store.health().mark
+    for name in redis_client.scan_iter(f"{prefix}:*"):
+        redis_client.delete(name)
+    time.sleep(0.002)
+    others = [RedisStore(redis_url, prefix=prefix) for _ in range(2)]
+    assert others[0].health().mark < -began, "it does not know what there was"
+    assert redis_store.health().mark > began
+    assert others[1].health().mark == others[0].health().mark == redis_store.health().mark
+    assert [each.getMessage() for each in caplog.records if "lost its data" in each.msg]
+    for each in others:
+        each.close()

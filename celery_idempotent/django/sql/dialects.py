@@ -22,8 +22,9 @@ from celery_idempotent.errors import StoreMisconfigured
 #: already; the database cannot serve at the moment.
 Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "unavailable"]
 
-#: The rows of the table of marks: the largest token of the rows that were deleted, and when the last sweep ended.
-TOKENS, SWEPT = 1, 2
+#: The rows of the table of marks: the largest token of the rows that were deleted, when the last sweep ended, the first
+#: use as :meth:`.Store.mark_use` returns it, and the last probe.
+TOKENS, SWEPT, USED, PROBED = 1, 2, 3, 4
 
 #: The lock of a claim's run on PostgreSQL, for a row ``r``.
 POSTGRESQL_LOCK = "('x' || encode(substr(r.digest, 1, 8), 'hex'))::bit(64)::bigint # r.token"

@@ -9,6 +9,7 @@
     idem:{0}!layout                             number of this layout: of these names, and of how records spread
     idem:{0}!counts:484722                      hash: counts of outcome and task, in that hour since the epoch
     idem:{0}!swept                              end of the last sweep, ms since the epoch
+    idem:{0}!used                               first use, ms since the epoch, negative; positive: since a loss
 
 The bucket number in braces is the Cluster hash tag: every name that a script touches lies in one slot.
 
@@ -59,7 +60,8 @@ class Keyspace:
         self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
         kinds = b":", LEASES, FAILURES, INTERRUPTED
         self._buckets = [tuple(head + kind for kind in kinds) for head in self._heads]
-        self.swept, self.layout = self._heads[0] + b"!swept", self._heads[0] + b"!layout"
+        marks = b"!swept", b"!layout", b"!used"
+        self.swept, self.layout, self.used = (self._heads[0] + mark for mark in marks)
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
         #: Finds all records and no index.
         self.pattern = prefix.translate(special).encode() + b":{*}:*"

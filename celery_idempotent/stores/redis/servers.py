@@ -296,7 +296,9 @@ def facts_of(link: Link, node: Any) -> ServerFacts:
             (saves,) = exchange(link, [(b"CONFIG", b"GET", b"save")], node)
             persistent = any(value for _, value in pairs(saves)) if saves else None
     eviction = read.get("maxmemory_policy", "unknown")
-    return ServerFacts(kind=kind, version=version, eviction=eviction, persistent=persistent)
+    memory = f"{read.get('used_memory_human')} of {read.get('maxmemory_human')}"
+    about = {"kind": kind, "version": version, "eviction": eviction, "memory": memory}
+    return ServerFacts(**about, persistent=persistent)
 
 
 #: A task that fails can be tried again, one that hangs cannot. A URL's query may set other timeouts.

@@ -292,6 +292,12 @@ class RedisStore(base.Store):
     def note_sweep(self) -> None:
         self._exchange((b"SET", self._keys.swept, b"%d" % self.now_ms()))
 
+    def mark_use(self, *, lost_ms: int = 0) -> int:
+        words = (b"%d" % lost_ms,) if lost_ms else (b"-%d" % self.now_ms(), b"NX")
+        name = self._keys.used
+        _, mark = self._exchange((b"SET", name, *words), (b"GET", name))
+        return int(mark or 0)
+
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         name = self._keys.counts(self.now_ms() // base.HOUR_MS)
         commands = [
