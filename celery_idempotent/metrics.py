@@ -7,18 +7,24 @@ PROMETHEUS_MULTIPROC_DIR, to all children of a worker), the gauges to the store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from celery.signals import worker_process_shutdown, worker_ready
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Selection
+from celery_idempotent.records import Record, Selection
+from celery_idempotent.settings import real_app
 from celery_idempotent.signals import OUTCOMES, Event, OutcomeSignal
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.base import Health, Problem
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server
     from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
@@ -28,13 +34,27 @@ except ImportError as error:
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
 
-__all__ = ["StoreCollector", "install"]
+__all__ = ["StoreCollector", "install", "serve"]
 
 logger = logging.getLogger(__name__)
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 #: How many stale records are read, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
+
+#: The store's gauges, and what each says.
+GAUGES: Final = {
+    "store_up": "1 if the store answered this scrape and took a write; else 0.",
+    "store_problem": "Why store_up is 0: down (no answer), refused (rights, settings), read-only (full, a replica).",
+    "store_since_seconds": "When the store was first used, since the epoch. It grows when the store loses its data.",
+    "records": "Unfinished and failed records; live and stale ones are PROCESSING or QUEUED.",
+    "longest_stale_seconds": "How long ago the lease of the oldest stale claim ended; 0 if no claim is stale.",
+    "last_sweep_age_seconds": "How long ago the last sweep ended, by the store's clock.",
+    "outbox_messages": "Messages in the outbox.",
+    "outbox_age_seconds": "How long the oldest message has waited in the outbox; 0 for none.",
+}
+STATES: Final = ("live", "stale", "interrupted", "failed")
+LABELS: Final = {"store_problem": "problem", "records": "state"}
 
 
 @cache
@@ -70,52 +90,78 @@ def install(registry: CollectorRegistry = REGISTRY) -> None:
         outcome.connect(count, weak=False)
 
 
+def serve(app: AnyCelery, port: int, *, addr: str = "0.0.0.0") -> None:  # noqa: S104  as prometheus_client does
+    """Count outcomes, and serve them with the store's metrics from each worker of ``app``, whatever its pool.
+
+    The processes of a prefork pool need PROMETHEUS_MULTIPROC_DIR, a directory of this worker's own, empty at its start.
+    """
+    install()
+    of_processes = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+
+    def start(sender: Any, **_: object) -> None:
+        if sender.app is not real_app(app):
+            return
+        if sender.pool.uses_semaphore and not of_processes:  # prefork
+            logger.warning("idempotency: no outcomes in metrics: set PROMETHEUS_MULTIPROC_DIR")
+        registry = REGISTRY
+        if of_processes:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(StoreCollector(app))
+        start_http_server(port, addr, registry)
+
+    worker_ready.connect(start, weak=False)
+    if of_processes:
+        worker_process_shutdown.connect(lambda pid, **_: mark_process_dead(pid), weak=False)  # type: ignore[no-untyped-call]
+
+
 class StoreCollector(Collector):
-    """Gauges of an app's store: each scrape takes two bounded requests, however many records there are."""
+    """Gauges of an app's store: each scrape takes a few bounded requests, however many records there are."""
 
     def __init__(self, app: AnyCelery) -> None:
         self._app = app
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges; if the store does not answer, only ``store_up`` with 0."""
-        try:
-            gauges = list(self._ask())
-        except IdempotencyError as error:
-            gauges = []
-            logger.warning("idempotency: the store's metrics are missing from a scrape: %s", error)
-        yield GaugeMetricFamily(
-            "celery_idempotency_store_up",
-            "1 if the store answered this scrape; else 0, and the metrics below are missing.",
-            value=float(bool(gauges)),
-        )
-        yield from gauges
+        """Yield the gauges; if the store does not answer, only that."""
+        for name, value in self._ask().items():
+            about = f"celery_idempotency_{name}", GAUGES[name]
+            if isinstance(value, dict):
+                family = GaugeMetricFamily(*about, labels=[LABELS[name]])
+                for label, number in value.items():
+                    family.add_metric([label], number)
+            else:
+                family = GaugeMetricFamily(*about, value=value)
+            yield family
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Yield nothing, so that the registration of a collector does not ask the store."""
         return iter(())
 
-    def _ask(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges; ages are by the store's clock, not by this machine's."""
-        store = get_store(self._app)
-        stats = store.stats()
-        records = GaugeMetricFamily(
-            "celery_idempotency_records",
-            "Unfinished and failed records; live and stale ones are PROCESSING or QUEUED.",
-            labels=["state"],
-        )
-        for state in ("live", "stale", "interrupted", "failed"):
-            records.add_metric([state], getattr(stats, state))
-        yield records
-        stale = store.list(Selection(stale=True), limit=LOOK_AT, look_at=LOOK_AT).records
-        oldest_ms = min((each.deadline_ms or stats.now_ms for each in stale), default=stats.now_ms)
-        yield GaugeMetricFamily(
-            "celery_idempotency_longest_stale_seconds",
-            "How long ago the lease of the oldest stale claim ended; 0 if no claim is stale.",
-            value=max(stats.now_ms - oldest_ms, 0) / 1000,
-        )
+    def _ask(self) -> dict[str, float | dict[str, float]]:
+        """Return the values by name; ages are by the store's clock, not by this machine's."""
+        stale: Sequence[Record] = ()
+        try:
+            health = (store := get_store(self._app)).health()
+            if health.error is not None:
+                logger.warning("idempotency: the store is %s: %s", health.problem, health.error)
+            if health.stats is not None:
+                stale = store.list(Selection(stale=True), limit=LOOK_AT, look_at=LOOK_AT).records
+        except IdempotencyError as error:
+            logger.warning("idempotency: the store's metrics are missing from a scrape: %s", error)
+            health = Health("refused")
+        found: dict[str, float | dict[str, float]] = {"store_up": not health.problem}
+        found["store_problem"] = {each: each == health.problem for each in get_args(Problem)}
+        if (stats := health.stats) is None:
+            return found
+        now_ms = stats.now_ms
+        oldest_ms = min((each.deadline_ms or now_ms for each in stale), default=now_ms)
         if stats.swept_ms is not None:
-            yield GaugeMetricFamily(
-                "celery_idempotency_last_sweep_age_seconds",
-                "How long ago the last sweep ended, by the store's clock.",
-                value=max(stats.now_ms - stats.swept_ms, 0) / 1000,
-            )
+            found["last_sweep_age_seconds"] = max(now_ms - stats.swept_ms, 0) / 1000
+        if health.mark:
+            found["store_since_seconds"] = abs(health.mark) / 1000
+        return found | {
+            "records": {each: getattr(stats, each) for each in STATES},
+            "longest_stale_seconds": max(now_ms - oldest_ms, 0) / 1000,
+            "outbox_messages": stats.outbox,
+            "outbox_age_seconds": max(stats.outbox_ms or 0, 0) / 1000,
+        }

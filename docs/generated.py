@@ -76,10 +76,13 @@ def _checks() -> str:
 def metrics() -> Iterator[tuple[str, str, list[str], str]]:
     """Yield each metric: name, kind, labels, meaning."""
     code = ast.parse(METRICS.read_text(encoding="utf-8"))
-    kinds = {
-        "Counter": "counter",
-        "Histogram": "histogram",
-        "GaugeMetricFamily": "gauge",
+    kinds = {"Counter": "counter", "Histogram": "histogram"}
+    tables = {
+        node.target.id: ast.literal_eval(node.value)
+        for node in code.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Dict)
     }
     for node in sorted(ast.walk(code), key=lambda each: getattr(each, "lineno", 0)):
         kind = kinds.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
@@ -89,6 +92,9 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
         more += [each.value for each in node.keywords if each.arg == "labels"]
         labels: list[str] = ast.literal_eval(more[0]) if more else []
         yield _said(name), kind, labels, _said(text)
+    for gauge, meaning in tables["GAUGES"].items():
+        by = tables["LABELS"].get(gauge)
+        yield f"celery_idempotency_{gauge}", "gauge", [by] if by else [], meaning
 
 
 def _metrics() -> str:

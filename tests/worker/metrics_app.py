@@ -6,13 +6,14 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_ready
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.multiprocess import MultiProcessCollector
+from celery.signals import worker_process_init
+from prometheus_client import Gauge
 
 from celery_idempotent import metrics
 from tests.support.apps import configure, wanted
 from tests.worker.app import make_app
+
+children = Gauge("children", "Processes of the pool that live.", multiprocess_mode="livesum")
 
 
 def _make() -> Celery:
@@ -20,16 +21,9 @@ def _make() -> Celery:
     if found is None:
         return Celery("a test's own process")
     app = make_app(found["settings"])
-    metrics.install()
-    worker_ready.connect(_serve, weak=False)
+    metrics.serve(app, int(os.environ["METRICS_PORT"]), addr="127.0.0.1")
+    worker_process_init.connect(lambda **_: children.set(1), weak=False)
     return app
-
-
-def _serve(**_: object) -> None:
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    registry.register(metrics.StoreCollector(app))
-    start_http_server(int(os.environ["METRICS_PORT"]), registry=registry)
 
 
 app = _make()

@@ -29,6 +29,7 @@ class Scraped:
 
     app: Any
     port: int
+    worker: Any
 
     def families(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
@@ -51,24 +52,24 @@ def _free_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prometheus")
-
-
 @pytest.fixture
-def scraped(
-    private_redis: EmbeddedRedis, start_worker: Callable[..., Any], directory: Path
-) -> Iterator[Scraped]:
+def serve(
+    private_redis: EmbeddedRedis, start_worker: Callable[..., Any], tmp_path: Path
+) -> Iterator[Callable[..., Scraped]]:
+    """Start a worker with metrics; ``several``: its processes write theirs to a directory."""
     url, port = private_redis.url(), _free_port()
     settings = {"broker_url": url, "result_backend": url, "idempotency_lease": 1}
-    env = environment(settings) | {
-        "METRICS_PORT": str(port),
-        "PROMETHEUS_MULTIPROC_DIR": str(directory),
-    }
-    start_worker("tests.worker.metrics_app", concurrency=2, env=env, fresh=True)
     app = make_app(settings)
-    yield Scraped(app, port)
+
+    def start(*, several: bool = True, **options: Any) -> Scraped:
+        env = environment(settings) | {"METRICS_PORT": str(port)}
+        if several:
+            (tmp_path / "prometheus").mkdir()
+            env["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "prometheus")
+        worker = start_worker("tests.worker.metrics_app", env=env, fresh=True, **options)
+        return Scraped(app, port, worker)
+
+    yield start
     close_app(app)
 
 
@@ -81,8 +82,9 @@ OUTCOMES = "celery_idempotency_outcomes_total"
 
 
 def test_a_scrape_has_what_every_process_counted_and_what_the_store_says(
-    scraped: Scraped, gate: Any, private_redis: EmbeddedRedis
+    serve: Callable[..., Scraped], gate: Any, private_redis: EmbeddedRedis
 ) -> None:
+    scraped = serve(concurrency=2)
     tasks = scraped.app.tasks
     for number in range(6):
         tasks["keyed"].delay(f"k{number}").get(timeout=20)
@@ -110,12 +112,33 @@ def test_a_scrape_has_what_every_process_counted_and_what_the_store_says(
 
     private_redis.freeze()
     assert scraped.value("celery_idempotency_store_up") == 0
+    assert scraped.value("celery_idempotency_store_problem", problem="down") == 1
     assert scraped.value(OUTCOMES, task="keyed", outcome="replayed") == 1
     assert "celery_idempotency_records" not in scraped.families()
     private_redis.thaw()
     wait_for(lambda: scraped.value("celery_idempotency_store_up") == 1, 20)
     private_redis.stop()
     assert scraped.value("celery_idempotency_store_up") == 0
+
+
+@pytest.mark.parametrize("pool", ["solo", "threads", "prefork"])
+def test_a_worker_of_any_pool_serves_without_a_directory(
+    serve: Callable[..., Scraped], pool: str
+) -> None:
+    scraped = serve(several=False, pool=pool)
+    assert scraped.app.tasks["keyed"].delay("k").get(timeout=20)
+    is_prefork = pool == "prefork"
+    assert scraped.value("celery_idempotency_store_up") == 1
+    assert scraped.value(OUTCOMES, task="keyed", outcome="claimed") == (not is_prefork)
+    assert ("set PROMETHEUS_MULTIPROC_DIR" in scraped.worker.log) == is_prefork
+
+
+def test_the_files_of_recycled_children_are_marked_dead(serve: Callable[..., Scraped]) -> None:
+    scraped = serve(arguments=("--max-tasks-per-child=1",))
+    for number in range(3):
+        assert scraped.app.tasks["keyed"].delay(f"k{number}").get(timeout=20)
+    wait_for(lambda: scraped.value("children") == 1, 20)
+    assert scraped.value(OUTCOMES, task="keyed", outcome="claimed") == 3
 
 
 @pytest.mark.parametrize("file", ["alerts.yml", "dashboard.json"])
