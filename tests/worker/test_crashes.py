@@ -100,7 +100,7 @@ class TestTheSweep:
         wait_for(lambda: any(each["interrupted"] for each in sweeps()), 20, "the sweep")
         record = site.record("keyed", key)
         assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
-        assert "sweep interrupted 1" in survivor.log
+        assert "a sweep ended: interrupted 1" in survivor.log
         assert f"keyed key {key}" in survivor.log
         already = len(sweeps())
         wait_for(lambda: len(sweeps()) >= already + 2, 30, "two more sweeps")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generated import fill
@@ -109,6 +110,13 @@ def test_a_scrape_has_what_every_process_counted_and_what_the_store_says(
     tasks["celery_idempotent.sweep"].delay().get(timeout=20)
     assert 0 <= scraped.value("celery_idempotency_last_sweep_age_seconds") < 60
     assert {name for name in scraped.families() if name.startswith("celery_i")} == documented()
+
+    with redis.Redis.from_url(private_redis.url()) as client:
+        client.config_set("maxmemory", 1)
+        assert scraped.value("celery_idempotency_store_problem", problem="read-only") == 1
+        assert scraped.value("celery_idempotency_records", state="failed") == 1
+        client.config_set("maxmemory", 0)
+    assert scraped.value("celery_idempotency_store_up") == 1
 
     private_redis.freeze()
     assert scraped.value("celery_idempotency_store_up") == 0
