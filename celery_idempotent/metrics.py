@@ -124,13 +124,10 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; if the store does not answer, only that."""
         for name, value in self._ask().items():
-            about = f"celery_idempotency_{name}", GAUGES[name]
-            if isinstance(value, dict):
-                family = GaugeMetricFamily(*about, labels=[LABELS[name]])
-                for label, number in value.items():
-                    family.add_metric([label], number)
-            else:
-                family = GaugeMetricFamily(*about, value=value)
+            labels = [LABELS[name]] if name in LABELS else []
+            family = GaugeMetricFamily(f"celery_idempotency_{name}", GAUGES[name], labels=labels)
+            for label, number in (value if isinstance(value, dict) else {"": value}).items():
+                family.add_metric([label] if labels else [], number)
             yield family
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -142,13 +139,12 @@ class StoreCollector(Collector):
         stale: Sequence[Record] = ()
         try:
             health = (store := get_store(self._app)).health()
-            if health.error is not None:
-                logger.warning("idempotency: the store is %s: %s", health.problem, health.error)
             if health.stats is not None:
                 stale = store.list(Selection(stale=True), limit=LOOK_AT, look_at=LOOK_AT).records
         except IdempotencyError as error:
-            logger.warning("idempotency: the store's metrics are missing from a scrape: %s", error)
-            health = Health("refused")
+            health = Health("refused", error)
+        if health.error is not None:
+            logger.warning("idempotency: the store is %s: %s", health.problem, health.error)
         found: dict[str, float | dict[str, float]] = {"store_up": not health.problem}
         found["store_problem"] = {each: each == health.problem for each in get_args(Problem)}
         if (stats := health.stats) is None:

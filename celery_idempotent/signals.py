@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypedDict
 
@@ -72,6 +71,9 @@ class Line(NamedTuple):
     level: int
     text: str
 
+
+#: A name in the text of a line.
+_NAME = re.compile("{[^}]+}")
 
 #: By the name of the signal, which is that of the counter.
 OUTCOMES: Final[dict[str, OutcomeSignal]] = {}
@@ -285,19 +287,12 @@ def report(
     if logged:
         why = f": {event.reason}" if event.reason else ""
         # Error trackers group lines by their template.
-        template, names = _template(line.text)
+        template, names = _NAME.sub("%s", line.text), _NAME.findall(line.text)
         args = [printable(each.format(event=event, record=record, why=why)) for each in names]
         extra = {f"idempotency_{name}": value for name, value in facts(outcome, event).items()}
-        logger.log(line.level, template, *args, extra=extra)
+        logger.log(line.level, f"idempotency: {template}", *args, extra=extra)  # noqa: G004  constants
     if outcome.receivers:
         outcome.send(sender=call.sender, event=event)
-
-
-@lru_cache(maxsize=128)
-def _template(text: str) -> tuple[str, list[str]]:
-    """Return a text as a template of ``logging``, and the names in it."""
-    name = re.compile("{[^}]+}")
-    return "idempotency: " + name.sub("%s", text), name.findall(text)
 
 
 def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:

@@ -44,8 +44,7 @@ def _note(signal: OutcomeSignal, event: Event, **_: object) -> None:
     known = found.keys() - {"key", "scope", "task_id", "who", "error"}
     attributes = {f"celery.idempotency.{name}": found[name] for name in known}
     if event.error is not None:
-        kind = type(event.error)
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        name = f"{(kind := type(event.error)).__module__}.{kind.__qualname__}"
         attributes["error.type"] = name.removeprefix("builtins.")
     name = f"celery.idempotency.{signal.counter}"
     if getattr(_events, "enabled", lambda **_: False)(event_name=name):
