@@ -260,6 +260,7 @@ class ListingContract(ContractBase):
         second = store.stats()
         assert second.swept_ms is not None
         assert second.swept_ms >= first.swept_ms + 5
+        assert [store.health().problem for _ in range(2)] == [None, None]
         assert list(counting.counts(hours=24)) == []
 
     def counting(self, store: Store) -> Store:
