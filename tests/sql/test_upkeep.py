@@ -207,7 +207,7 @@ def test_health_writes_and_remembers_the_first_use(
     try:
         store.close()
         found = store.health()
-        assert (found.problem, found.stats is None) == ("read-only", False)
+        assert (found.problem, found.stats is None) == ("refused", False)
     finally:
         execute(store.alias, f"ALTER DATABASE {name} RESET default_transaction_read_only")
         store.close()
