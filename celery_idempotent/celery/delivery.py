@@ -257,8 +257,8 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
         callbacks.settled_run.set(None)
     call = call_next or next_after_ours(run)
     body = partial(call, *run.args, **run.kwargs)
-    if run.policy.atomic:
-        body = partial(_call_with_copies, call, run)
+    if run.policy.atomic or run.policy.on_duplicate == "replace":
+        body = partial(_call_as_it_is_now, call, run)
     try:
         while True:
             run.request.idempotency_replayed = False  # for hooks and receivers; replay() sets it
@@ -271,9 +271,13 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
         vars(run.request).pop(RUN, None)
 
 
-def _call_with_copies(call: Callable[..., object], run: Delivery) -> object:
+def _call_as_it_is_now(call: Callable[..., object], run: Delivery) -> object:
+    if run.newest is not None:
+        newest = run.definition.codec.load_message(run.newest)
+        run.args, run.kwargs = newest.args, newest.kwargs
+        run.request.args, run.request.kwargs = newest.args, newest.kwargs  # for a retry
     # It may run again, or its message be published again: with the arguments as they were.
-    args, kwargs = copied(run.args, run.kwargs)
+    args, kwargs = copied(run.args, run.kwargs) if run.policy.atomic else (run.args, run.kwargs)
     return call(*args, **kwargs)
 
 

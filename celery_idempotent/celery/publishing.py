@@ -271,6 +271,12 @@ class _Publication(ReservedCall):
         keeps = self.definition.policy.keep_message
         return message_of(self.task, self.definition, self.call, task_id) if keeps else None
 
+    def replacement(self, record: Record) -> bytes | None:
+        replaces = self.definition.policy.on_duplicate == "replace" and not self.is_staged
+        if not replaces or record.task_id == self.call_id:
+            return None
+        return message_of(self.task, self.definition, self.call, record.task_id)
+
     def ask(self, verb: Callable[[], T]) -> T:
         try:
             return verb()

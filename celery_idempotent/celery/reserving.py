@@ -7,6 +7,7 @@ The table of a store answers a reservation; ``publish_once``, the outbox and ``e
     PROCESSING past its lease                   Reserved, of its task id    send again; its owner may still come back
     QUEUED by this task id                      Reserved                    send again: the sender died, or asks twice
     QUEUED, uncommitted                         Held                        wait for the COMMIT, then as the others
+    QUEUED, where calls replace each other      Held                        its message is replaced, and it answers
     QUEUED, PROCESSING                          Held                        the earlier call answers
     COMPLETED, FAILED                           Settled                     the earlier call answers, or see `remakes`
     this task's own end, or of an earlier copy  Settled                     not sent: it has run
@@ -89,6 +90,10 @@ class ReservedCall:
         """Wait for the COMMIT of a reservation; ``False``: it answers as it is."""
         return False
 
+    def replacement(self, record: Record) -> bytes | None:  # noqa: ARG002
+        """Return the message that a call which waits is to take over, ``None`` for none."""
+        return None
+
     def remakes(self, record: Record) -> bool:  # noqa: ARG002
         """May this settled call be made anew?"""
         return False
@@ -124,6 +129,11 @@ class ReservedCall:
                     )
                 case Held() if record.uncommitted and self.waits(record):
                     pass
+                case Held() if (newest := self.replacement(record)) is not None:
+                    replace = partial(self.store.replace, token=record.token, message=newest)
+                    if self.ask(partial(replace, record.identity)):
+                        self.report(signals.replayed, record)
+                        return record, True
                 case Settled() if self.remakes(record):
                     # Deletes this end only: if another call has reserved the key meanwhile, the next round finds that.
                     forget = partial(self.store.forget, token=record.token, state=record.state)

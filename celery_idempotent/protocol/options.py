@@ -127,7 +127,7 @@ StoreErrorPolicy = Literal["closed", "open"]
 Mode = Literal["enforce", "observe", "off"]
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 PublishOnce = Literal[False, True, "until_start"]
-DuplicatePolicy = Literal["return", "raise"]
+DuplicatePolicy = Literal["return", "raise", "replace"]
 
 #: Options that identify a call; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint")
@@ -223,6 +223,11 @@ def read_task_options(
     refuse_unknown([n for n in named if n not in _METHODS], KNOWN, where=where, prefix=PREFIX)
     about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
     policy = read_options(Policy, [(where, given)], prefix=PREFIX)
+    if policy.on_duplicate == "replace" and policy.publish_once != "until_start":
+        raise InvalidOption(
+            f"{PREFIX}on_duplicate='replace' of {where} needs {PREFIX}publish_once='until_start': only a call that "
+            "waits can take other arguments."
+        )
     if policy.atomic and policy.on_store_error == "open":
         raise InvalidOption(
             f"{PREFIX}atomic of {where} cannot be combined with {PREFIX}on_store_error='open': without the store's "

@@ -92,6 +92,8 @@ class Run(Claim):
     message: bytes | None = None
     #: Where its call is reserved until it starts, if that is not the key itself.
     waits_at: Identity | None = None
+    #: The message of the newest call that this one stands for.
+    newest: bytes | None = None
     #: The body replaced its task by another one, which has its task id.
     replaced = False
     #: :func:`.atomic.run_body`, if the policy is atomic.
@@ -262,18 +264,45 @@ def _start(run: Run, record: Record) -> None:
     Without an answer the body must not run: calls that come meanwhile would be taken for covered by it.
     """
     assert run.waits_at is not None
-    run.record = record
+    run.record, run.steps = record, dict(record.steps)
     until = time.monotonic() + CLAIM_SECONDS
+    start = partial(run.store.start, run.waits_at, task_id=run.task_id)
     try:
-        waited = _ask(run, until, run.store.start, run.waits_at, task_id=run.task_id)
+        replaces = run.policy.on_duplicate == "replace"
+        waited = _start_newest(run, until, start) if replaces else _ask(run, until, start)
     except errors.STORE_ERRORS as error:
         report(run, signals.store_failed, record, error=error)
-        run.steps = dict(record.steps)
         release(run)
         run.shield.let_exit()
         run.store_failed(error)
     if waited is not None and waited.copies:
         record.copies = tuple(dict.fromkeys((*record.copies, *waited.copies)))
+
+
+def _start_newest(run: Run, until: float, start: Callable[..., Record | None]) -> Record | None:
+    """Start with the message of the newest call, which a step keeps over a crash.
+
+    ::
+
+        run    look: token 5 ─ step ─ start, token 5: changed ─ look: token 6 ─ step ─ start, token 6: done
+        call                  replace: token 6                                        replace: none ─ reserve anew
+    """
+    assert run.waits_at is not None
+    waited: Record | None = None
+    while waited is None:
+        place = _ask(run, until, run.store.get, run.waits_at)
+        if place is None or place.task_id != run.task_id:
+            break
+        name = f"~{run.task_id} {place.token}"
+        if place.message is not None and name not in run.steps:
+            run.steps[name] = step = Stored("application/octet-stream", "binary", place.message)
+            keep = partial(run.store.checkpoint, run.identity, token=run.token)
+            _ask(run, until, keep, name=name, value=step)
+        waited = _ask(run, until, start, token=place.token)
+    newest = [name for name in run.steps if name.startswith(f"~{run.task_id} ")]
+    if newest:
+        run.newest = run.steps[max(newest, key=lambda name: int(name.rpartition(" ")[2]))].body
+    return waited
 
 
 def refuse_unfinished(run: Run, value: Any) -> None:

@@ -167,9 +167,13 @@ class Store(ABC):
         args = VerbArguments(attempt=attempt, delay_ms=requeue_ms)
         return self._ask("take_back", identity, args)
 
-    def start(self, identity: Identity, *, task_id: str) -> Record | None:
+    def replace(self, identity: Identity, *, token: int, message: bytes) -> bool:
+        """Put another message in the place of a reservation's, under a new token; ``False`` if it is gone."""
+        return self._ask("replace", identity, VerbArguments({"message": message}, token=token))
+
+    def start(self, identity: Identity, *, task_id: str, token: int | None = None) -> Record | None:
         """Delete the reservation of this task, which has started; return it as it was."""
-        args = VerbArguments({"task_id": task_id})
+        args = VerbArguments({"task_id": task_id}, token=token)
 
         def started(snapshot: Snapshot) -> Record | None:
             answer, _ = self._do("start", snapshot, args)

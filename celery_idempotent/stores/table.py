@@ -23,7 +23,7 @@ from celery_idempotent import records
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 Verb = Literal[
-    "claim", "reserve", "start", "renew", "settle", "release", "take_back", "interrupt", "checkpoint",
+    "claim", "reserve", "replace", "start", "renew", "settle", "release", "take_back", "interrupt", "checkpoint",
     "mark_delivered", "requeue", "sweep", "forget",
 ]  # fmt: skip
 
@@ -191,9 +191,16 @@ TABLE: tuple[Rule, ...] = (
     Rule("sweep", (QUEUED,), "has no message", "none"),
     Rule("sweep", (QUEUED,), "", "requeued", QUEUED, UNCHANGED, life="longer", resends=True),
 
+    # The newest call's arguments wait in place of the others'. The sender's token is over: it cannot give this back.
+    Rule("replace", (None, PROCESSING, INTERRUPTED, *ENDS), "", "none"),
+    Rule("replace", (QUEUED,), "another token", "none"),
+    Rule("replace", (QUEUED,), "", "replaced", QUEUED,
+         (*_without(UNCHANGED, "token", "message"), "deadline_ms")),
+
     # The message that waits in this place has started: the next call may wait there.
     Rule("start", (None, PROCESSING, INTERRUPTED, *ENDS), "", "none"),
     Rule("start", (QUEUED,), "another task", "none"),
+    Rule("start", (QUEUED,), "another token", "none"),
     Rule("start", (QUEUED,), "", "started", "deleted"),
 
     Rule("forget", NONE, "", "none"),

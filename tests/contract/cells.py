@@ -343,9 +343,13 @@ class CellContract(ContractBase):
         swept = {"swept": True} if record.state is State.PROCESSING and scene.late else {}
         return type(answer).__name__.lower(), {**brought, "reserved": True, **swept}
 
-    def _start(self, store: Store, scene: Scene, _: Record) -> tuple[str, Fields]:
+    def _replace(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
+        token = record.token + (scene.token or 0)
+        return store.replace(KEY, token=token, message=b"newest"), {"message": b"newest"}
+
+    def _start(self, store: Store, scene: Scene, record: Record) -> tuple[str, Fields]:
         before = store.get(KEY)
-        found = store.start(KEY, task_id=scene.task_id)
+        found = store.start(KEY, task_id=scene.task_id, token=record.token + (scene.token or 0))
         assert found is None or found == before
         return "none" if found is None else "started", {}
 

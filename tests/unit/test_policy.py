@@ -159,6 +159,10 @@ class TestValues:
         with pytest.raises(InvalidOption, match="atomic"):
             define(idempotency_atomic=True, idempotency_on_store_error="open")
 
+    def test_only_a_call_that_waits_can_be_replaced(self):
+        with pytest.raises(InvalidOption, match="needs idempotency_publish_once='until_start'"):
+            define(idempotency_publish_once=True, idempotency_on_duplicate="replace")
+
 
 class TestNames:
     @pytest.mark.parametrize(

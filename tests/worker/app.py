@@ -84,6 +84,7 @@ def _define(app: Celery) -> None:
     idempotent(name="once_or_raise", idempotency_on_duplicate="raise", **once)(work)
     until_start = {**once, "idempotency_publish_once": "until_start"}
     idempotent(name="until_start", **until_start)(work)
+    idempotent(name="newest", idempotency_on_duplicate="replace", **until_start)(newest)
     idempotent(name="again", **until_start)(calling_itself)
     idempotent(name="once_retrying", max_retries=None, **once)(retrying)
 
@@ -116,6 +117,16 @@ def work(self: Any, key: str, seconds: float = 0.0, gate: str = "") -> dict[str,
     wait_at(gate)
     ledger.append("end", key, self.request.id)
     return _answer(self)
+
+
+def newest(self: Any, key: str, number: int, gate: str = "", retries: int = 0) -> int:
+    """Note the number of the call whose arguments it has."""
+    Ledger.from_env().append("start", key, self.request.id)
+    wait_at(gate)
+    Ledger.from_env().append(f"number {number}", key, self.request.id)
+    if self.request.retries < retries:
+        raise self.retry(countdown=0.1)
+    return number
 
 
 def calling_itself(self: Any, key: str, times: int) -> list[bool | None]:

@@ -181,6 +181,33 @@ def test_until_start_no_call_is_left_without_a_run_that_began_after_it(open_site
     assert site.ledger.count("end", key) < len(calls)
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_the_call_that_waits_takes_the_arguments_of_the_newest(
+    open_site, broker, key, gate, retries
+):
+    site = open_site(broker)
+    site.worker(concurrency=2)
+    first = site.publish("newest", key, 0, gate.path)
+    wait_for(lambda: site.ledger.count("start", key), what="the run")
+    waiting = [site.publish("newest", key, number, "", retries) for number in (1, 2, 3)]
+    assert [each.duplicate for each in waiting] == [False, True, True]
+    gate.open()
+    assert (first.get(timeout=30), {each.get(timeout=30) for each in waiting}) == (0, {3})
+    assert [site.ledger.count(f"number {n}", key) for n in range(4)] == [1, 0, 0, 1 + retries]
+
+
+def test_the_newest_arguments_outlast_a_crash_of_the_run(open_site, key, gate):
+    site = open_site("redis", broker_transport_options=IMPATIENT, idempotency_lease=2)
+    worker = site.worker(concurrency=1)
+    first = site.publish("newest", key, 0, countdown=1)
+    assert site.publish("newest", key, 1, gate.path).id == first.id
+    wait_for(lambda: site.ledger.count("start", key), what="the run")
+    os.kill(worker.children()[0], signal.SIGKILL)
+    gate.open()
+    assert first.get(timeout=60) == 1
+    assert site.ledger.count("number 0", key) == 0
+
+
 def test_a_task_that_calls_itself_until_start_has_one_successor(shared, key):
     assert shared.publish("again", key, 3).get(timeout=30) == [False, True, True]
     assert shared.publish("once", f"{key} once").duplicate is False
