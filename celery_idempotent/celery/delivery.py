@@ -272,7 +272,7 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
 
 
 def _call_as_it_is_now(call: Callable[..., object], run: Delivery) -> object:
-    if run.newest is not None:
+    if run.newest is not None and not run.request.retries:  # a retry has its own
         newest = run.definition.codec.load_message(run.newest)
         run.args, run.kwargs = newest.args, newest.kwargs
         run.request.args, run.request.kwargs = newest.args, newest.kwargs  # for a retry
