@@ -16,10 +16,10 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 
 from celery_idempotent import backoff
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
-from celery_idempotent.errors import STORE_ERRORS, InProgress
+from celery_idempotent.errors import InProgress
 from celery_idempotent.keys.stamp import STAMP_HEADER, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run
-from celery_idempotent.records import Identity, Record, ReserveRequest, State
+from celery_idempotent.records import Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -34,9 +34,6 @@ HOLDER = "holder"
 
 #: The longest countdown for each, in seconds.
 _LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
-
-#: A message that does not come back within this time after its countdown is taken for lost.
-ALIVE_MS = 60_000
 
 #: The longest pause, in seconds, after which a message that stays in its worker asks the protocol again.
 _LONGEST_STAY = 30.0
@@ -91,29 +88,12 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
         raise Ignore(message)
     # The operation of a redelivery has begun before its expiry.
     how: Options = {"expires": None} if is_redelivery else {}
-    if run.waits_at is not None:
-        _keep_waiting(run, run.waits_at)
     line = "is republished with a countdown of %(countdown).1f s (conflict %(count)d): %(reason)s"
     how |= {"left": left, "holder": record.token}
     again = _republish(run, CONFLICTS, line, reason=message, **how)
     if is_redelivery:
         raise Ignore(message)
     raise Retry(message, exc=error, when=again.options["countdown"], sig=again)
-
-
-def _keep_waiting(run: DeliveredRun, place: Identity) -> None:
-    """Let the reservation of a call that meets the run before it start anew: its message is not lost."""
-    with suppress(*STORE_ERRORS):  # else the next call sends a copy
-        found = run.store.get(place)
-        if found is not None and found.task_id == run.task_id:
-            keep_ms, deadline_ms = run.policy.keep_ms, ALIVE_MS + int(_LONGEST[CONFLICTS] * 1000)
-            again = ReserveRequest(
-                identity=found.identity,
-                task_id=run.task_id,
-                deadline_ms=deadline_ms,
-                keep_ms=keep_ms,
-            )
-            run.store.reserve(again)
 
 
 def after_store_failure(run: DeliveredRun, error: Exception, *, begun: bool = False) -> NoReturn:
