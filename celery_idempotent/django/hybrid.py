@@ -18,16 +18,17 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Record, Settled, SettleRequest, State
-from celery_idempotent.stores.base import Store, Taken
+from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis.format import Keyspace, pack, unpack
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, link_and_prefix
-from celery_idempotent.stores.table import Snapshot, Verb, VerbArguments
+from celery_idempotent.stores.table import Snapshot, Verb
 
 logger = logging.getLogger(__name__)
 
@@ -128,18 +129,19 @@ class CachingStore(Store):
 
     cache: Cache
 
-    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
-        """Claim or reserve a key; a settled one is answered by the cache."""
-        found = self.cache.look(identity)
-        task_id, asked = args.fields["task_id"], args.fields["fingerprint"]
-        if found is not None and args.each_runs:
+    def fast(self, verb: Verb, request: Any) -> Any:
+        """Answer a claim or a reservation of a settled key by the cache."""
+        found = None if verb == "settle" else self.cache.look(request.identity)
+        if found is not None and request.each_runs:
             # It answers nobody but its own task, which the store answers.
-            self.cache.bury(identity, must=False)
-        elif found is not None and not (task_id and task_id == found.record.task_id):
-            known = found.record.fingerprint
-            if known is None or asked is None or known == asked:
-                return found
-        return super()._take_key(verb, identity, args)
+            self.cache.bury(request.identity, must=False)
+        elif (
+            found is not None
+            and (request.task_id or None) != found.record.task_id
+            and len({found.record.fingerprint, request.fingerprint, None}) < 3
+        ):
+            return found
+        return super().fast(verb, request)
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, then cache what is stored; needs the cache if a FAILED record is to end anew."""

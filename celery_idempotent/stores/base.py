@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from celery_idempotent import records
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
@@ -34,9 +34,6 @@ HOUR_MS = 3_600_000
 
 #: Why a store does not serve: no answer; rights or settings; it takes no writes, as if full or a replica.
 Problem: TypeAlias = Literal["down", "refused", "read-only"]
-
-#: The record of a key that was claimed or reserved, or the reason why it cannot be had.
-Taken: TypeAlias = Record | records.Held | records.Settled | records.Mismatched
 
 
 def write_cursor(kind: str, *place: int) -> str:
@@ -131,13 +128,15 @@ class Store(ABC):
 
     def claim(self, request: records.ClaimRequest) -> records.Answer:
         """Take the key if no live claim holds it. A missing fingerprint, on either side, matches any."""
-        answer = self._take_key("claim", request.identity, table.claim_arguments(request))
-        return records.Claimed(answer) if isinstance(answer, Record) else answer
+        answer: records.Answer = self.fast("claim", request) or self._take("claim", request)
+        return answer
 
     def reserve(self, request: records.ReserveRequest) -> records.Reservation:
         """Take the key for a message that is to be published under the task id of the record in the answer."""
-        answer = self._take_key("reserve", request.identity, table.reserve_arguments(request))
-        return records.Reserved(answer) if isinstance(answer, Record) else answer
+        answer: records.Reservation = self.fast("reserve", request) or self._take(
+            "reserve", request
+        )
+        return answer
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
         """Restart each lease, also one that a sweep ended; ``False`` for each key with another token."""
@@ -145,7 +144,7 @@ class Store(ABC):
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state, also if the record is gone or swept; ``False`` if the key has another token."""
-        return self._ask("settle", request.record.identity, table.settle_arguments(request))
+        return bool(self.fast("settle", request)) or self._settle(request)
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
@@ -226,13 +225,14 @@ class Store(ABC):
             more=len(found) > limit,
         )
 
-    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> Taken:
-        return self._at(identity, lambda snapshot: self._take(verb, snapshot, args))
+    def _take(self, verb: Verb, request: records.ClaimRequest | records.ReserveRequest) -> Any:
+        args = table.arguments(request)
+        return self._at(request.identity, lambda snapshot: self._taken(verb, snapshot, args))
 
-    def _take(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> Taken:
+    def _taken(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> object:
         answer, taken = self._do(verb, snapshot, args)
         if taken is not None:
-            return taken
+            return records.Claimed(taken) if verb == "claim" else records.Reserved(taken)
         assert snapshot.stored is not None
         old, now_ms = snapshot.stored.record, snapshot.now_us // 1000
         if answer == "held":
@@ -240,6 +240,9 @@ class Store(ABC):
         if answer == "settled":
             return records.Settled(old, max(now_ms - old.updated_ms, 0))
         return records.Mismatched(old)
+
+    def _settle(self, request: SettleRequest) -> bool:
+        return self._ask("settle", request.record.identity, table.arguments(request))
 
     def _ask(self, verb: Verb, identity: Identity, args: VerbArguments) -> bool:
         answer, _ = self._at(identity, lambda snapshot: self._do(verb, snapshot, args))
@@ -291,6 +294,10 @@ class Store(ABC):
         """Delete up to ``limit`` records past their retention; return how many."""
 
     # -- optional --
+
+    def fast(self, verb: Verb, request: Any) -> Any:  # noqa: ARG002
+        """Answer a claim, a reservation or a settle in a shorter way; ``None``: the table decides."""
+        return None
 
     def discard(self, identity: Identity) -> bool:
         """Delete a record, also one that cannot be read; ``False`` if there was none."""

@@ -243,33 +243,22 @@ class VerbArguments:
     each_runs: bool = False
 
 
-def claim_arguments(request: records.ClaimRequest) -> VerbArguments:
-    """Return the arguments of a claim."""
-    times = request.lease_ms, request.keep_ms
-    return VerbArguments(fields_from(request), request.attempt, *times, each_runs=request.each_runs)
-
-
-def reserve_arguments(request: records.ReserveRequest) -> VerbArguments:
-    """Return the arguments of a reservation."""
-    # Identifies the sender also where the record has another's task id.
-    size = records.ATTEMPT_BYTES
-    attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
-    fields = {**fields_from(request), "reserved": True}
-    times = request.deadline_ms, request.keep_ms
-    return VerbArguments(fields, attempt, *times, each_runs=request.each_runs)
-
-
-def settle_arguments(request: SettleRequest) -> VerbArguments:
-    """Return the arguments of a settle."""
-    return VerbArguments(
-        {**fields_from(request), "copies": request.record.copies},
-        b"",
-        keep_ms=max(request.keep_ms, 1),
-        token=request.record.token,
-        state=None if request.restore else request.record.state,
-        restore=request.restore,
-        claim=request.record,
-    )
+def arguments(request: Request) -> VerbArguments:
+    """Return the arguments of a claim, a reservation or a settle."""
+    fields = fields_from(request)
+    if isinstance(request, SettleRequest):
+        claim, restore, keep_ms = request.record, request.restore, max(request.keep_ms, 1)
+        args = VerbArguments(fields | {"copies": claim.copies}, b"", None, keep_ms, claim.token)
+        args.state, args.restore, args.claim = None if restore else claim.state, restore, claim
+        return args
+    if isinstance(request, records.ClaimRequest):
+        attempt, delay_ms = request.attempt, request.lease_ms
+    else:
+        # Identifies the sender also where the record has another's task id.
+        size, fields["reserved"] = records.ATTEMPT_BYTES, True
+        attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
+        delay_ms = request.deadline_ms
+    return VerbArguments(fields, attempt, delay_ms, request.keep_ms, each_runs=request.each_runs)
 
 
 def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:

@@ -203,17 +203,14 @@ class CellContract(ContractBase):
             for name in some:
                 setattr(request, name, UNUSUAL[name])
             verb: Verb
-            before, returned = None, None
+            before, returned, args = None, None, table.arguments(request)
             match request:
                 case ClaimRequest():
-                    verb, args = "claim", table.claim_arguments(request)
-                    returned = store.claim(request).record
+                    verb, returned = "claim", store.claim(request).record
                 case ReserveRequest():
-                    verb, args = "reserve", table.reserve_arguments(request)
-                    returned = store.reserve(request).record
+                    verb, returned = "reserve", store.reserve(request).record
                 case _:
-                    verb, args = "settle", table.settle_arguments(request)
-                    before = StoredRecord(request.record, 0)
+                    verb, before = "settle", StoredRecord(request.record, 0)
                     assert store.settle(request)
             found = self.found(store, key)
             rule = table.decide(verb, before, args, found.updated_ms)

@@ -7,7 +7,7 @@ record goes into the text: it needs no column, no migration, and no line here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -53,7 +53,6 @@ _CODEC = FieldCodec("fingerprint", *COLUMNS, ascii_only=True)
 _IDS = ("fingerprint", "attempt")
 
 _MARK = f"coalesce((SELECT value FROM celery_idempotent_mark WHERE id = {TOKENS}), 0)"
-_WRITE = ", ".join(f"{name} = %s" for name in COLUMNS)
 
 
 @lru_cache(maxsize=256)
@@ -126,14 +125,14 @@ class RowSnapshot(table.Snapshot):
                 " LEFT JOIN celery_idempotent_record r ON r.digest = %s",
                 (self.digest,),
             )
-        self.now_us, mark, self.version, self.prune_ms, *names, key = row[:7]
+        self.now_us, mark, self.version, *names, key = row[:6]
         if self.version is not None:
             found = Identity(namespace=names[0], scope=names[1], key=key)
             if found != identity:
                 raise StoreMisconfigured(
                     f"{identity} and {found} share a digest: one of them was forged"
                 )
-        columns = row[7:]
+        columns = row[6:]
         self.highest = max(mark, columns[TOKEN] or 0)
         self.stored: StoredRecord | None = None
         if columns[STATE] not in (None, RELEASED):
@@ -158,7 +157,7 @@ class RowSnapshot(table.Snapshot):
         if after.record.token < self.highest:
             # A claim that was given back is settled after all, and the key was claimed since: tokens go on from there.
             session.execute(session.dialect.raise_mark, (TOKENS, self.highest))
-        self._update(_WRITE, values, after.expires_ms + PRUNE_SLACK_MS)
+        self._update(dict(zip(COLUMNS, values, strict=True)), after.expires_ms)
 
     def remove(self, *, forget: bool) -> None:
         """Give the key back; with ``forget`` delete the row, whose token is remembered."""
@@ -170,15 +169,12 @@ class RowSnapshot(table.Snapshot):
                 (self.digest, self.version),
             )
             return
-        released = f"state = '{RELEASED}', value = NULL, data = '', due_ms = NULL, expires_ms = %s"
-        self._update(released, (now_ms,), now_ms + PRUNE_SLACK_MS)
+        released = {"state": RELEASED, "value": None, "data": "", "due_ms": None}
+        self._update({**released, "expires_ms": now_ms}, now_ms)
 
-    def _update(self, changes: str, values: Sequence[object], prune_ms: int) -> None:
-        self.session.swap(
-            f"UPDATE celery_idempotent_record SET {changes}, prune_ms = %s, version = version + 1"
-            " WHERE digest = %s AND version = %s",
-            (*values, min(self.prune_ms, prune_ms), self.digest, self.version),
-        )
+    def _update(self, row: Mapping[str, object], expires_ms: int) -> None:
+        known = "version = %s", self.version
+        self.session.swap(*_update(self.session.dialect, self.digest, row, expires_ms, *known))
 
 
 def claim_free_key(
@@ -205,27 +201,39 @@ def settle_claim(session: Session, request: SettleRequest, *, first: str | None 
 
     Of an atomic run (a statement goes ``first``, or "") it is the only settle, whatever a sweep made of the record.
     """
-    dialect, record, keep_ms = session.dialect, request.record, max(request.keep_ms, 1)
-    args, before = table.settle_arguments(request), StoredRecord(record, 0)
+    dialect, record, args = session.dialect, request.record, table.arguments(request)
+    before, now_ms, where = StoredRecord(record, 0), dialect.now_ms, OPEN
     settled = after(decide("settle", before, args, 0), before, args, 0, record.token)
-    letter, *_, data, value = _values(session, settled)
-    now_ms, atomic = dialect.now_ms, first is not None
-    where = OPEN if atomic else f"state = 'P' AND expires_ms > {now_ms}"
-    # What SET LOCAL has set is gone with the transaction that the claim's run began.
-    own = dialect.vendor == "postgresql" and atomic
-    where += " AND current_setting('celery_idempotent.token', true) = token::text" if own else ""
-    written = session.execute(
-        f"UPDATE celery_idempotent_record SET state = %s, data = %s, value = %s, updated_ms = {now_ms},"
-        f" deadline_ms = NULL, due_ms = NULL, expires_ms = {now_ms} + %s,"
-        f" prune_ms = {dialect.least}(prune_ms, {now_ms} + %s), version = version + 1"
-        f" WHERE digest = %s AND token = %s AND {where}",
-        (
-            *(letter, data, value, keep_ms, keep_ms + PRUNE_SLACK_MS),
-            *(digest(record.identity), record.token),
-        ),
-        first=first or "",
+    if first is None:
+        where = f"state = 'P' AND expires_ms > {now_ms}"
+    elif dialect.vendor == "postgresql":
+        # What SET LOCAL has set is gone with the transaction that the claim's run began.
+        where += " AND current_setting('celery_idempotent.token', true) = token::text"
+    row = dict(zip(COLUMNS, _values(session, settled), strict=True))
+    # They are as they were; a sweep may have counted a crash since.
+    for name in ("token", "created_ms", "crashes", "task_id"):
+        del row[name]
+    known = f"token = %s AND {where}", record.token, f"{now_ms} + "
+    update = _update(dialect, digest(record.identity), row, args.keep_ms, *known)
+    return session.execute(*update, first=first or "") == 1
+
+
+def _update(
+    dialect: Dialect,
+    name: bytes,
+    row: Mapping[str, object],
+    expires_ms: int,
+    where: str,
+    known: int,
+    start: str = "",
+) -> tuple[str, Sequence[object]]:
+    """Return the UPDATE of a row, whose moments count from a ``start``, and its parameters."""
+    changes = [f"{each} = {start if each in _MOMENTS else ''}%s" for each in row]
+    sql = (
+        f"UPDATE celery_idempotent_record SET {', '.join(changes)}, version = version + 1,"
+        f" prune_ms = {dialect.least}(prune_ms, {start}%s) WHERE digest = %s AND {where}"
     )
-    return written == 1
+    return sql, (*row.values(), expires_ms + PRUNE_SLACK_MS, name, known)
 
 
 def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
@@ -250,7 +258,7 @@ def _look_columns(dialect: Dialect) -> str:
     )
     columns = ", ".join(deadline if name == "deadline_ms" else f"r.{name}" for name in COLUMNS)
     names = f"r.namespace, r.scope, r.{dialect.key}"
-    return f"{dialect.now_us}, {_MARK}, r.version, r.prune_ms, {names}, {columns}"
+    return f"{dialect.now_us}, {_MARK}, r.version, {names}, {columns}"
 
 
 @lru_cache(maxsize=8)  # in tests a clock is an expression of its own

@@ -21,7 +21,7 @@ from celery_idempotent.stores.fields import Unreadable
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs
-from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb, VerbArguments
+from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -88,83 +88,71 @@ class RedisStore(base.Store):
 
     # -- the verbs of a run --
 
-    def claim(self, request: records.ClaimRequest) -> records.Answer:
-        # Written out, as in a settle: to read the names from the table takes a tenth more instructions.
-        line = {"worker": request.worker, "on_stale": request.on_stale}
-        about = line, request.task_id, request.fingerprint, None, request.message
-        tail = layout.pack_tail(*about, attempt=request.attempt)
-        identity, lease_ms = request.identity, request.lease_ms
-        found = self._take_free(_PROCESSING, identity, tail, lease_ms, request.keep_ms)
+    def fast(self, verb: Verb, request: Any) -> Any:
+        """Claim or reserve a free key by one script, whose other answer the table needs, or settle by one."""
+        if verb == "settle":
+            return self._end(request)
+        identity, state = request.identity, State.QUEUED
+        if verb == "claim":
+            # Written out, as in a settle: to read the names from the table takes a tenth more instructions.
+            line = {"worker": request.worker, "on_stale": request.on_stale}
+            about = line, request.task_id, request.fingerprint, None, request.message
+            tail = layout.pack_tail(*about, attempt=request.attempt)
+            state, delay_ms = _PROCESSING, request.lease_ms
+        else:
+            args, delay_ms = table.arguments(request), request.deadline_ms
+            rule = table.decide(verb, None, args, 0)
+            tail = layout.pack(table.after(rule, None, args, 0, 0), bytes(4))[layout.FRONT.size :]
+        times = b"%d" % delay_ms, b"%d" % (delay_ms + request.keep_ms)
+        keys = self._keys.of_record(identity)[:2]
+        (found,) = exchange(self._link, (_CLAIM.call(keys, *times, layout.STARTS[state], tail),))
         if not isinstance(found, bytes):
-            args = table.claim_arguments(request)
-            answer = self._at(identity, lambda snapshot: self._take("claim", snapshot, args), found)
-            return records.Claimed(answer) if isinstance(answer, Record) else answer
+            args = table.arguments(request)
+            return self._at(identity, lambda snapshot: self._taken(verb, snapshot, args), found)
         token, now_ms = _STAMP.unpack(found)
+        if verb != "claim":
+            return records.Reserved(table.after(rule, None, args, now_ms, token).record)
         # As `table.after` would make it, in half of the time; the contract compares the two, field by field.
         known = request.fingerprint, request.task_id, request.worker
-        times = now_ms, now_ms, now_ms + lease_ms
-        record = Record(identity, _PROCESSING, token, *times, 0, 1, *known)
+        record = Record(identity, state, token, now_ms, now_ms, now_ms + delay_ms, 0, 1, *known)
         record.on_stale, record.message = request.on_stale, request.message
         return records.Claimed(record)
 
-    def _take_key(self, verb: Verb, identity: Identity, args: VerbArguments) -> base.Taken:
-        """Reserve a key; a claim comes here only in other stores."""
-        rule = table.decide(verb, None, args, 0)
-        new = table.after(rule, None, args, 0, 0)
-        tail = layout.pack(new, bytes(4))[layout.FRONT.size :]
-        found = self._take_free(State.QUEUED, identity, tail, args.delay_ms or 0, args.keep_ms)
-        if not isinstance(found, bytes):
-            return self._at(identity, lambda snapshot: self._take(verb, snapshot, args), found)
-        token, now_ms = _STAMP.unpack(found)
-        return table.after(rule, None, args, now_ms, token).record
-
-    def _take_free(
-        self, state: State, identity: Identity, tail: bytes, delay_ms: int, keep_ms: int
-    ) -> Reply:
-        times = b"%d" % delay_ms, b"%d" % (delay_ms + keep_ms)
-        keys = self._keys.of_record(identity)[:2]
-        call = _CLAIM.call(keys, *times, layout.STARTS[state], tail)
-        return exchange(self._link, (call,))[0]
-
-    def settle(self, request: SettleRequest) -> bool:
-        return self._settle(request) != "lost"
+    def _end(
+        self, request: SettleRequest, result: records.ResultWrite | None = None
+    ) -> records.SettledWith | None:
+        """Settle a claim by one script, with the task's result if there is one; ``None``: look at what is there."""
+        record = request.record
+        if record.state is not _PROCESSING or not request.restore or request.note:
+            return None
+        line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
+        line["copies"] = record.copies
+        tail = layout.pack_tail(line, record.task_id, record.fingerprint, request.value)
+        keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
+        args: tuple[bytes, ...] = b"%d" % max(request.keep_ms, 1), tail
+        if result is not None:
+            keys = *keys, result.key
+            args = *args, result.payload, b"%d" % result.expires_s
+        own, start = layout.pack_own(record.token), layout.STARTS[request.state]
+        try:
+            (done,) = exchange(self._link, (_END.call(keys, own, start, *args),))
+        except StoreMisconfigured as refused:
+            if result is None:
+                raise
+            # A cluster or a proxy may look like one server, but takes no scripts with two unrelated keys.
+            settled = self._end(request)
+            self._takes_results = False
+            logger.warning("idempotency: results are stored apart from records: %s", refused)
+            return settled
+        return _SETTLED[done] if isinstance(done, bytes) else None
 
     def settle_with_result(
         self, request: SettleRequest, result: records.ResultWrite
     ) -> records.SettledWith:
-        if not self._takes_results:
-            return self._settle(request)
-        try:
-            return self._settle(request, result)
-        except StoreMisconfigured as refused:
-            # A cluster or a proxy may look like one server, but takes no scripts with two unrelated keys.
-            done = self._settle(request)
-            self._takes_results = False
-            logger.warning("idempotency: results are stored apart from records: %s", refused)
-            return done
-
-    def _settle(
-        self, request: SettleRequest, result: records.ResultWrite | None = None
-    ) -> records.SettledWith:
-        record = request.record
-        if record.state is _PROCESSING and request.restore and not request.note:
-            line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
-            line["copies"] = record.copies
-            tail = layout.pack_tail(line, record.task_id, record.fingerprint, request.value)
-            keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
-            life = b"%d" % max(request.keep_ms, 1)
-            args: tuple[bytes, ...] = layout.STARTS[request.state], life, tail
-            if result is not None:
-                keys = *keys, result.key
-                args = *args, result.payload, b"%d" % result.expires_s
-            call = _END.call(keys, layout.pack_own(record.token), *args)
-            (done,) = exchange(self._link, (call,))
-            if isinstance(done, bytes):
-                return _SETTLED[done]
-        if not super().settle(request):
+        done = self._end(request, result if self._takes_results else None)
+        if done is None and not self._settle(request):
             return "lost"
-        stored = result is not None and self.write_result(result)
-        return "stored" if stored else "settled"
+        return done or ("stored" if self.write_result(result) else "settled")
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:
         # An overridden settle() does something that a settle with the result would leave out.
