@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
@@ -144,25 +144,21 @@ class CachingStore(Store):
         return super().fast(verb, request)
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, then cache what is stored; needs the cache if a FAILED record is to end anew."""
-        identity = request.record.identity
-        if request.record.state.settled and not request.restore:
-            with self._buried(identity):
-                return super().settle(request)
-        settled = super().settle(request)
-        if settled:
-            self.fill(identity)
+        # A FAILED record ends anew: needs the cache.
+        anew = request.record.state.settled and not request.restore
+        with self._buried(request.record.identity) if anew else nullcontext():
+            settled = super().settle(request)
+        if settled and not anew:
+            self.fill(request.record.identity)
         return settled
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
-        """Delete the record, with ``token`` and ``state`` only if it has these; needs the cache."""
         with self._buried(identity):
             return super().forget(identity, token=token, state=state)
 
     def discard(self, identity: Identity) -> bool:
-        """Delete the record, also one that cannot be read; needs the cache."""
         with self._buried(identity):
             return super().discard(identity)
 
@@ -174,7 +170,6 @@ class CachingStore(Store):
                 self.cache.fill(identity, ticket, self._at(identity, lambda snapshot: snapshot))
 
     def close(self) -> None:
-        """Close the connections of both."""
         self.cache.close()
         super().close()
 
@@ -184,9 +179,8 @@ class CachingStore(Store):
         try:
             self.cache.bury(identity, must=True)
         except (StoreUnavailable, StoreMisconfigured) as error:
-            raise type(error)(
-                f"nothing was changed: a copy of the record may be in the cache. {error}"
-            ) from error
+            problem = "nothing was changed: a copy of the record may be in the cache"
+            raise type(error)(f"{problem}. {error}") from error
         yield
         # The first may be lost by now, and a copy in its place.
         self.cache.bury(identity, must=False)
@@ -205,7 +199,7 @@ class HybridStore(CachingStore, DjangoStore):
         return f"<HybridStore: {self.alias}, cached with prefix {self.cache.prefix}>"
 
     def transaction(self, record: Record) -> ClaimTransaction:
-        """Return the database's transaction; what it settles is cached after its COMMIT."""
+        # What it settles is cached after its COMMIT.
         return ClaimTransaction(self.connections, record, self.fill)
 
 
@@ -215,7 +209,8 @@ def open_hybrid(url: str) -> HybridStore:
     options = parse_qs(query, keep_blank_values=True)
     alias, *others = options.pop("truth", ["default"])
     if others or not alias or any(mark in alias for mark in ":/?#@"):
-        raise InvalidOption(
+        problem = (
             "a hybrid store's URL names one alias of Django's DATABASES as its truth: ?truth=alias"
         )
+        raise InvalidOption(problem)
     return HybridStore(f"{address}?{urlencode(options, doseq=True)}".removesuffix("?"), alias)

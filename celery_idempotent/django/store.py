@@ -25,41 +25,15 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, router
 from django.db.transaction import atomic
 
+from celery_idempotent import records
+from celery_idempotent.django.sql import rows
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Connections, Session
 from celery_idempotent.django.sql.dialects import PROBED, SWEPT, TOKENS, USED
-from celery_idempotent.django.sql.rows import (
-    COLUMNS,
-    DIGEST_BYTES,
-    EXPIRES,
-    STATE,
-    UNFINISHED,
-    RowSnapshot,
-    claim_free_key,
-    digest,
-    settle_claim,
-    stored_record,
-)
+from celery_idempotent.django.sql.rows import COLUMNS, UNFINISHED, RowSnapshot, digest
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
-from celery_idempotent.records import (
-    Claimed,
-    Counted,
-    Identity,
-    Page,
-    Record,
-    Renewal,
-    Selection,
-    State,
-    Stats,
-)
-from celery_idempotent.stores import table
-from celery_idempotent.stores.base import (
-    COUNTED_HOURS,
-    HOUR_MS,
-    Store,
-    read_cursor,
-    write_cursor,
-)
+from celery_idempotent.records import Identity, Record, Selection, State
+from celery_idempotent.stores import base, table
 from celery_idempotent.stores.fields import LETTERS
 from celery_idempotent.stores.table import Verb
 
@@ -89,7 +63,7 @@ def in_session(
     return run
 
 
-class DjangoStore(Store):
+class DjangoStore(base.Store):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -128,7 +102,7 @@ class DjangoStore(Store):
         if verb == "settle":
             # Not one that an operator settles, or that has to be as it was seen.
             own = request.record.state is State.PROCESSING and request.restore and not request.note
-            return own and self.connections.run(lambda session: settle_claim(session, request))
+            return own and self.connections.run(lambda session: rows.settle_claim(session, request))
         # PostgreSQL knows no NUL, and a message may bring one.
         request.task_id = request.task_id.replace("\0", "\ufffd")
         if verb == "reserve":
@@ -136,14 +110,18 @@ class DjangoStore(Store):
         identity, args = request.identity, table.arguments(request)
 
         def work(session: Session) -> object:
-            found = claim_free_key(session, identity, args)
-            return Claimed(found) if isinstance(found, Record) else self._taken(verb, found, args)
+            found = rows.claim_free_key(session, identity, args)
+            return (
+                records.Claimed(found)
+                if isinstance(found, Record)
+                else self._taken(verb, found, args)
+            )
 
         return self.connections.run(work)
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def renew(self, renewals: Sequence[records.Renewal]) -> list[bool]:
         """Let each lease start anew, all of one length in one statement."""
-        groups: dict[tuple[int, int], list[Renewal]] = {}
+        groups: dict[tuple[int, int], list[records.Renewal]] = {}
         for each in set(renewals):
             groups.setdefault((each.lease_ms, each.keep_ms), []).append(each)
         missed = [each for group in groups.values() for each in self._renew_all(group)]
@@ -152,7 +130,9 @@ class DjangoStore(Store):
         return [each not in lost for each in renewals]
 
     @in_session
-    def _renew_all(self, session: Session, renewals: Sequence[Renewal]) -> Sequence[Renewal]:
+    def _renew_all(
+        self, session: Session, renewals: Sequence[records.Renewal]
+    ) -> Sequence[records.Renewal]:
         """Renew leases of one length; return those that may not be renewed. A renewal touches no index."""
         # In one order: two processes that renew the same leases in different orders would deadlock.
         claims = sorted((digest(each.identity), each.token) for each in renewals)
@@ -181,7 +161,6 @@ class DjangoStore(Store):
 
     @in_session
     def discard(self, session: Session, identity: Identity) -> bool:
-        """Delete a row, also one that cannot be read."""
         name = (digest(identity),)
         whose = "celery_idempotent_record WHERE digest = %s"
         for (token,) in session.rows(f"SELECT token FROM {whose}", name):
@@ -218,25 +197,19 @@ class DjangoStore(Store):
             sorted(bytes(name) for name, _, lives in found if lives == wanted)
             for wanted in (False, True)
         )
-        deleted = 0
+        deleted, here = 0, "celery_idempotent_record WHERE digest IN"
         if over:
             # Before the rows, so that no crash in between loses a token.
             session.execute(dialect.raise_mark, (TOKENS, max(token for _, token, _ in found)))
-            deleted = session.execute(
-                f"DELETE FROM celery_idempotent_record WHERE digest IN ({_marks(over)}) AND expires_ms <= {now}"
-                f" AND prune_ms <= {now}",
-                over,
-            )
+            still = f"expires_ms <= {now} AND prune_ms <= {now}"
+            deleted = session.execute(f"DELETE FROM {here} ({_marks(over)}) AND {still}", over)
         if alive:
-            session.execute(
-                "UPDATE celery_idempotent_record SET prune_ms = expires_ms"
-                f" WHERE digest IN ({_marks(alive)})",
-                alive,
-            )
+            update = f"UPDATE celery_idempotent_record SET prune_ms = expires_ms WHERE digest IN ({_marks(alive)})"
+            session.execute(update, alive)
         return len(found), deleted
 
     @in_session
-    def stats(self, session: Session) -> Stats:
+    def stats(self, session: Session) -> records.Stats:
         """Count what is unfinished or failed, by the index of these."""
         now = session.dialect.now_ms
         ((now_ms, swept_ms, outbox, outbox_ms),) = session.rows(
@@ -251,7 +224,7 @@ class DjangoStore(Store):
         )
         counts = dict.fromkeys(("live", "stale", "interrupted", "failed"), 0) | dict(groups)
         times = {"now_ms": now_ms, "swept_ms": swept_ms, "outbox_ms": outbox_ms}
-        return Stats(outbox=outbox, **times, **counts)
+        return records.Stats(outbox=outbox, **times, **counts)
 
     @in_session
     def list(
@@ -262,44 +235,35 @@ class DjangoStore(Store):
         cursor: str = "",
         limit: int = 50,
         look_at: int = 5000,
-    ) -> Page:
-        """Return about ``limit`` of the selected records: the newest claim first, or the one that is kept longest.
-
-        COMPLETED records are in no index but that of prunes.
-
-        Raises:
-            ValueError: for a cursor of another order.
-        """
+    ) -> records.Page:
+        # The newest claim first, or the one that is kept longest: COMPLETED records are in no other index.
         letters = sorted(LETTERS[state] for state in selection.wanted)
         # By state, so that failures, of which there may be many, hide no others.
         where = [f"state = '{each}' AND {UNFINISHED}" for each in letters]
         kind, order = "n", "token"
         if selection.scans:
             kind, order, where = "k", "prune_ms", ["0 = 0"]
-        place: tuple[int, ...] | None = read_cursor(cursor, kind, 2) if cursor else None
+        place: tuple[int, ...] | None = base.read_cursor(cursor, kind, 2) if cursor else None
         now_ms, found, looked = _now_ms(session), list[Record](), 0
         while len(found) < limit and looked < look_at:
             batch = min(look_at - looked, max(4 * limit, 100))
-            rows = _stretch(session, order, where, place, batch)
-            for at, name, namespace, scope, key, *row in rows:
+            stretch = _stretch(session, order, where, place, batch)
+            for at, name, namespace, scope, key, *row in stretch:
                 looked, place = looked + 1, (at, int.from_bytes(bytes(name), "big"))
                 identity = Identity(namespace=namespace, scope=scope, key=key)
-                if row[STATE] in letters and row[EXPIRES] > now_ms and selection.names(identity):
-                    record = stored_record(identity, row).record
+                is_here = row[rows.STATE] in letters and row[rows.EXPIRES] > now_ms
+                if is_here and selection.names(identity):
+                    record = rows.stored_record(identity, row).record
                     if selection.includes(record, now_ms):
                         found.append(replace(record, message=None, steps=()))
-                        if len(found) == limit:
-                            break
+                if len(found) == limit:
+                    break
             else:
-                if len(rows) < batch:
+                if len(stretch) < batch:
                     place = None  # the end
                     break
-        return Page(
-            records=tuple(found),
-            cursor="" if place is None else write_cursor(kind, *place),
-            looked_at=looked,
-            now_ms=now_ms,
-        )
+        after = "" if place is None else base.write_cursor(kind, *place)
+        return records.Page(records=tuple(found), cursor=after, looked_at=looked, now_ms=now_ms)
 
     # -- beyond the verbs --
 
@@ -314,37 +278,29 @@ class DjangoStore(Store):
 
     @in_session
     def _count(self, session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
-        hour = _now_ms(session) // HOUR_MS
+        hour = _now_ms(session) // base.HOUR_MS
         # In one order: two processes that count the same outcomes in different orders would deadlock.
-        rows = [
-            (hour, task[:255], outcome[:32], number)
-            for (task, outcome), number in sorted(outcomes.items())
-        ]
-        if rows:
+        counted = [(hour, t[:255], o[:32], number) for (t, o), number in sorted(outcomes.items())]
+        if counted:
+            values = ", ".join(["(%s, %s, %s, %s)"] * len(counted)) + session.dialect.or_add
             session.execute(
-                "INSERT INTO celery_idempotent_counter (hour, task, outcome, count) VALUES"
-                f" {', '.join(['(%s, %s, %s, %s)'] * len(rows))}{session.dialect.or_add}",
-                [*itertools.chain(*rows)],
+                f"INSERT INTO celery_idempotent_counter (hour, task, outcome, count) VALUES {values}",
+                [*itertools.chain(*counted)],
             )
-        session.execute(
-            "DELETE FROM celery_idempotent_counter WHERE hour <= %s", (hour - COUNTED_HOURS,)
-        )
+        over = "DELETE FROM celery_idempotent_counter WHERE hour <= %s"
+        session.execute(over, (hour - base.COUNTED_HOURS,))
 
     @in_session
-    def counts(self, session: Session, *, hours: int) -> Sequence[Counted]:
-        """Return the counters of the last hours."""
+    def counts(self, session: Session, *, hours: int) -> Sequence[records.Counted]:
+        first = _now_ms(session) // base.HOUR_MS - min(hours, base.COUNTED_HOURS) + 1
         found = session.rows(
             "SELECT hour, task, outcome, count FROM celery_idempotent_counter WHERE hour >= %s ORDER BY 1, 2, 3",
-            (_now_ms(session) // HOUR_MS - min(hours, COUNTED_HOURS) + 1,),
+            (first,),
         )
-        return [
-            Counted(hour=hour, task=task, outcome=outcome, count=number)
-            for hour, task, outcome, number in found
-        ]
+        return [records.Counted(hour=h, task=t, outcome=o, count=n) for h, t, o, n in found]
 
     @in_session
     def note_sweep(self, session: Session) -> None:
-        """Note that a sweep ended just now."""
         session.execute(session.dialect.raise_mark, (SWEPT, _now_ms(session)))
 
     @in_session
@@ -360,33 +316,26 @@ class DjangoStore(Store):
 
     @in_session
     def now_ms(self, session: Session) -> int:
-        """Return the time by the database's clock."""
         return _now_ms(session)
 
     def atomic_findings(self) -> Sequence[str]:
         """Return W025 on SQLite, and W026 if Django's routers write no model of the project to this database."""
         configs = apps.get_app_configs() if apps.ready else ()
         models = [model for each in configs if each.label != LABEL for model in each.get_models()]
-        found = {
-            "W025": self.connections.own().vendor == "sqlite",
-            "W026": models and self.alias not in map(router.db_for_write, models),
-        }
-        return [name for name, is_found in found.items() if is_found]
+        elsewhere = models and self.alias not in map(router.db_for_write, models)
+        is_sqlite = self.connections.own().vendor == "sqlite"
+        return ["W025"] * is_sqlite + ["W026"] * bool(elsewhere)
 
     def joined(self) -> bool:
-        """Is this SQLite, and the thread in a transaction?"""
         return self.connections.joined()
 
     def unguarded_transaction(self) -> AbstractContextManager[object]:
-        """Return a transaction of the thread's connection, in which nothing is settled."""
         return atomic(self.alias, durable=True)
 
     def transaction(self, record: Record) -> ClaimTransaction:
-        """Return the thread's own transaction: the task of this claim runs in it, and is settled in it."""
         return ClaimTransaction(self.connections, record)
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
-        """Send what waits in the outbox: the beat task calls this after sweep and prune."""
         from celery_idempotent.django import outbox
 
         try:
@@ -396,7 +345,6 @@ class DjangoStore(Store):
         return {"outbox_sent": sent, "outbox_failed": failed}
 
     def close(self) -> None:
-        """Close the store's own connections; the threads' are Django's."""
         self.connections.close()
 
 
@@ -412,7 +360,7 @@ def _stretch(
     if place is not None:
         after = f" AND {order} <= %s AND ({order} < %s OR digest < %s)"
         # The number of a made-up cursor may be too large for a digest.
-        name = (place[1] % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big")
+        name = (place[1] % 256**rows.DIGEST_BYTES).to_bytes(rows.DIGEST_BYTES, "big")
         params = (place[0], place[0], name)
     part = (
         f"SELECT * FROM (SELECT {order} AS place, digest, namespace, scope, {session.dialect.key}, {_SUMMARY}"

@@ -76,20 +76,11 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
     line = _CODEC.line(kind, **_CODEC.fields_of(stored))
     line = _CODEC.extended(line, others, record.message, record.steps)
     # A sweep has to act on a lease, or on a message that it can send.
-    due = record.state is State.PROCESSING or record.message is not None
-    return (
-        LETTERS[record.state],
-        record.token,
-        record.created_ms,
-        record.updated_ms,
-        record.deadline_ms,
-        record.deadline_ms if due else None,
-        stored.expires_ms,
-        record.crashes,
-        record.task_id,
-        line.decode(),
-        None if record.value is None else record.value.body,
-    )
+    is_due = record.state is State.PROCESSING or record.message is not None
+    times = record.created_ms, record.updated_ms, record.deadline_ms
+    ends = record.deadline_ms if is_due else None, stored.expires_ms
+    rest = record.crashes, record.task_id, line.decode(), record.value and record.value.body
+    return LETTERS[record.state], record.token, *times, *ends, *rest
 
 
 def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
@@ -129,9 +120,8 @@ class RowSnapshot(table.Snapshot):
         if self.version is not None:
             found = Identity(namespace=names[0], scope=names[1], key=key)
             if found != identity:
-                raise StoreMisconfigured(
-                    f"{identity} and {found} share a digest: one of them was forged"
-                )
+                problem = f"{identity} and {found} share a digest: one of them was forged"
+                raise StoreMisconfigured(problem)
         columns = row[6:]
         self.highest = max(mark, columns[TOKEN] or 0)
         self.stored: StoredRecord | None = None
@@ -145,13 +135,11 @@ class RowSnapshot(table.Snapshot):
         """Store this, unless another session wrote since."""
         session, identity, values = self.session, self.identity, _values(self.session, after)
         if self.version is None:
+            marks = f"({', '.join(['%s'] * (len(COLUMNS) + 6))}){session.dialect.or_nothing}"
+            names = identity.namespace, identity.scope, identity.key
             session.swap(
-                f"INSERT INTO celery_idempotent_record ({_names(session.dialect)}) VALUES ("
-                f"{', '.join(['%s'] * (len(COLUMNS) + 6))}){session.dialect.or_nothing}",
-                (
-                    *(self.digest, identity.namespace, identity.scope, identity.key),
-                    *(after.expires_ms, 0, *values),
-                ),
+                f"INSERT INTO celery_idempotent_record ({_names(session.dialect)}) VALUES {marks}",
+                (self.digest, *names, after.expires_ms, 0, *values),
             )
             return
         if after.record.token < self.highest:
@@ -164,17 +152,15 @@ class RowSnapshot(table.Snapshot):
         session, now_ms = self.session, self.now_us // 1000
         if forget:
             session.execute(session.dialect.raise_mark, (TOKENS, self.highest))
-            session.swap(
-                "DELETE FROM celery_idempotent_record WHERE digest = %s AND version = %s",
-                (self.digest, self.version),
-            )
-            return
-        released = {"state": RELEASED, "value": None, "data": "", "due_ms": None}
-        self._update({**released, "expires_ms": now_ms}, now_ms)
+            delete = "DELETE FROM celery_idempotent_record WHERE digest = %s AND version = %s"
+            session.swap(delete, (self.digest, self.version))
+        else:
+            released = {"state": RELEASED, "value": None, "data": "", "due_ms": None}
+            self._update({**released, "expires_ms": now_ms}, now_ms)
 
     def _update(self, row: Mapping[str, object], expires_ms: int) -> None:
-        known = "version = %s", self.version
-        self.session.swap(*_update(self.session.dialect, self.digest, row, expires_ms, *known))
+        params = *row.values(), expires_ms + PRUNE_SLACK_MS, self.digest, self.version
+        self.session.swap(_update(self.session.dialect, row, "version = %s"), params)
 
 
 def claim_free_key(
@@ -213,27 +199,19 @@ def settle_claim(session: Session, request: SettleRequest, *, first: str | None 
     # They are as they were; a sweep may have counted a crash since.
     for name in ("token", "created_ms", "crashes", "task_id"):
         del row[name]
-    known = f"token = %s AND {where}", record.token, f"{now_ms} + "
-    update = _update(dialect, digest(record.identity), row, args.keep_ms, *known)
-    return session.execute(*update, first=first or "") == 1
+    update = _update(dialect, row, f"token = %s AND {where}", f"{now_ms} + ")
+    names = digest(record.identity), record.token
+    params = *row.values(), args.keep_ms + PRUNE_SLACK_MS, *names
+    return session.execute(update, params, first=first or "") == 1
 
 
-def _update(
-    dialect: Dialect,
-    name: bytes,
-    row: Mapping[str, object],
-    expires_ms: int,
-    where: str,
-    known: int,
-    start: str = "",
-) -> tuple[str, Sequence[object]]:
-    """Return the UPDATE of a row, whose moments count from a ``start``, and its parameters."""
+def _update(dialect: Dialect, row: Mapping[str, object], where: str, start: str = "") -> str:
+    """Return the UPDATE of a row with a digest; its moments, and the time of its prune, count from a ``start``."""
     changes = [f"{each} = {start if each in _MOMENTS else ''}%s" for each in row]
-    sql = (
+    return (
         f"UPDATE celery_idempotent_record SET {', '.join(changes)}, version = version + 1,"
         f" prune_ms = {dialect.least}(prune_ms, {start}%s) WHERE digest = %s AND {where}"
     )
-    return sql, (*row.values(), expires_ms + PRUNE_SLACK_MS, name, known)
 
 
 def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
