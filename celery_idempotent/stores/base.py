@@ -77,20 +77,24 @@ class Health(NamedTuple):
 class Transaction(AbstractContextManager[object], Protocol):
     """A transaction of the store's database that a run is part of; its context commits at the end.
 
-    Entering it raises ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble.
+    Entering it raises ``LeaseLost`` if the record has another token, ``StoreUnavailable`` for trouble or if another
+    session is in it, and ``StoreMisconfigured`` inside another transaction.
     """
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, to be committed with the rest; ``False`` if the key has another token."""
+        """Write the end state, to be committed with the rest; ``False`` if the key has another token.
+
+        Raises ``StoreMisconfigured`` if the task ended the transaction, the database's error if the whole is undone.
+        """
 
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
         """Is it a lost session or, at the settle or the commit (``at_end``), a serialization failure or deadlock?"""
 
     def read_only(self) -> AbstractContextManager[None]:
-        """Refuse writes to the database during a step, whose result outlives a rollback."""
+        """Refuse writes during a step, by an ``IdempotencyError``: its result outlives a rollback."""
 
     def committed(self) -> bool:
-        """Was the transaction that settled the claim committed? Waits for its end."""
+        """Wait for the end of the transaction, say whether it was committed, and call what waited for that."""
 
     def abandon(self) -> None:
         """End the transaction, which a time limit may have left open."""

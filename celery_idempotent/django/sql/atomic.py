@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -92,10 +91,9 @@ class ClaimTransaction:
         self,
         connections: Connections,
         record: Record,
-        after_commit: Callable[[Identity], None] | None = None,
+        after_commit: Callable[[Identity], None] = lambda _: None,
     ) -> None:
-        self.record = record
-        self._connections, self._after_commit = connections, after_commit
+        self.record, self._connections, self._after_commit = record, connections, after_commit
         self._own = own = connections.own()
         self._session = connections.session_of(own, prepare=connections.prepares)
         self._block = Atomic(connections.alias, True, False)
@@ -112,13 +110,7 @@ class ClaimTransaction:
         self._timeout: tuple[str, int] | None = None
 
     def __enter__(self) -> ClaimTransaction:
-        """Begin; once more if the server had closed the connection, since nothing has run yet.
-
-        Raises:
-            LeaseLost: if the claim is over.
-            StoreUnavailable: if the database cannot serve, or has an earlier session in the transaction of this claim.
-            StoreMisconfigured: inside another transaction, except that of a TestCase.
-        """
+        # Begin; once more if the server had closed the connection, since nothing has run yet.
         own = self._own
         by_hand = own.connection is not None and not own.in_atomic_block and not own.autocommit
         if by_hand or not all(map(is_testcase, own.atomic_blocks)):
@@ -144,12 +136,7 @@ class ClaimTransaction:
             raise self._connections.trouble(error) from error
         return self
 
-    def __exit__(
-        self,
-        _: type[BaseException] | None,
-        error: BaseException | None,
-        __: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Commit, or roll back after an exception."""
         try:
             if error is not None:
@@ -163,11 +150,9 @@ class ClaimTransaction:
             if found is not error:
                 raise
         else:
-            if self._after_commit is not None:
-                self._after_commit(self.record.identity)
+            self._after_commit(self.record.identity)
 
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
-        """Is this the loss of the session or, at the end, a serialization failure or a deadlock?"""
         if not isinstance(error, Error):
             return False
         if self._lost or isinstance(error, SessionLost):
@@ -176,13 +161,7 @@ class ClaimTransaction:
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
-        """Have PostgreSQL refuse writes during a step, whose record outlives a rollback.
-
-        MariaDB and MySQL cannot; on SQLite the record is rolled back as well.
-
-        Raises:
-            IdempotencyError: for a statement that writes.
-        """
+        # MariaDB and MySQL cannot; on SQLite the record is rolled back as well.
         if self._own.vendor != "postgresql":
             yield
             return
@@ -209,9 +188,8 @@ class ClaimTransaction:
         if not self._nested:
             # Django leaves that of an earlier transaction there.
             self._own.rollback_exc = None  # type: ignore[attr-defined]
-        lock = {"postgresql": self._lock_row, "mysql": self._lock_session}.get(
-            vendor, self._lock_all
-        )
+        locks = {"postgresql": self._lock_row, "mysql": self._lock_session}
+        lock = locks.get(vendor, self._lock_all)
         begins = vendor == "mysql" and not self._nested
         found = lock() if begins else []
         self._block.__enter__()
@@ -258,14 +236,6 @@ class ClaimTransaction:
         return f"celery_idempotent:{name.hex().upper()}{token}"
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state with the task's own writes; ``False`` if another has the key by now.
-
-        Raises:
-            TransactionEnded: if the task committed, rolled back or broke the transaction.
-            StoreMisconfigured: if it may not write the record, by a role or a READ ONLY that the task has set.
-            StoreUnavailable: if the record could not be reached: roll back, and try again.
-            Error: what befell the transaction as a whole, a serialization failure for instance.
-        """
         own, session = self._own, self._session
         if own.closed_in_transaction or own.connection is None or own.needs_rollback:
             cause: Any = own.rollback_exc if own.needs_rollback else None  # type: ignore[attr-defined]
@@ -296,9 +266,8 @@ class ClaimTransaction:
         own, record, waiting = self._own, self.record, []
         if not self._nested:
             hooks: list[Any] = own.run_on_commit
-            hooks[:] = [
-                (hook[0], partial(_call_hook, hook[1], record.identity), False) for hook in hooks
-            ]
+            name = record.identity
+            hooks[:] = [(hook[0], partial(_call_hook, hook[1], name), False) for hook in hooks]
             waiting = [hook[1] for hook in hooks]
         try:
             self._block.__exit__(None, None, None)
@@ -313,11 +282,6 @@ class ClaimTransaction:
             self._unlock()
 
     def committed(self) -> bool:
-        """Wait for the end of the transaction, tell whether it was committed, and call what waited for that.
-
-        Raises:
-            StoreUnavailable: if it is not over yet, or the database cannot be asked.
-        """
         identity, token = self.record.identity, self.record.token
         until, attempt = time.monotonic() + _COMMIT_SECONDS, 0
         while self._connections.run(self._holds_lock):
@@ -336,15 +300,12 @@ class ClaimTransaction:
 
     def _holds_lock(self, session: Session) -> bool:
         """Is a session, of whatever process, within the transaction of this claim's run?"""
-        found = session.rows(
-            "SELECT 1 FROM celery_idempotent_record r"
-            f" WHERE digest = %s AND token = %s AND {session.dialect.running}",
-            self._claim,
+        ours = f"digest = %s AND token = %s AND {session.dialect.running}"
+        return bool(
+            session.rows(f"SELECT 1 FROM celery_idempotent_record r WHERE {ours}", self._claim)
         )
-        return bool(found)
 
     def abandon(self) -> None:
-        """Close the connection if an exception that struck between two contexts left the transaction open."""
         if self._is_open and not self._nested:
             self._is_open = False
             drop(self._own)
@@ -436,11 +397,8 @@ def drop(own: BaseDatabaseWrapper) -> None:
 @lru_cache
 def _lock_statement(lease_ms: int, version: int) -> str:
     """Return what takes PostgreSQL's lock, and sets time-outs for the transaction unless shorter ones are set."""
-    bounds = {
-        "idle_in_transaction_session_timeout": lease_ms,
-        # For a client that takes no more of a result, over TCP.
-        "tcp_user_timeout": lease_ms,
-    }
+    # The second is for a client that takes no more of a result.
+    bounds = {"idle_in_transaction_session_timeout": lease_ms, "tcp_user_timeout": lease_ms}
     if version >= 140_000:
         # For a statement of a worker that was killed: without, the server goes on with it.
         bounds["client_connection_check_interval"] = min(lease_ms, _CHECK_MS)

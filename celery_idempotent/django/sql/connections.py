@@ -189,9 +189,9 @@ class Connections:
                 self.close()  # the idle ones are dead as well
                 continue
             # The first of them needs a moment to finish.
-            if trouble not in ("conflict", "duplicate") or not backoff.pause(
-                attempt, until=give_up, first=0.002, longest=0.05
-            ):
+            pauses = {"until": give_up, "first": 0.002, "longest": 0.05}
+            again = trouble in ("conflict", "duplicate") and backoff.pause(attempt, **pauses)
+            if not again:
                 raise self.trouble(error) from error
 
     def joined(self) -> bool:
@@ -208,20 +208,17 @@ class Connections:
         try:
             return connections[self.alias]
         except ConnectionDoesNotExist:
-            raise StoreMisconfigured(
-                f"there is no database {self.alias!r} in DATABASES: give the store's URL one of"
-                " these, as in django://default"
-            ) from None
+            problem = f"there is no database {self.alias!r} in DATABASES"
+            hint = "give the store's URL one of these, as in django://default"
+            raise StoreMisconfigured(f"{problem}: {hint}") from None
         except ImproperlyConfigured as error:
             raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
-    def session_of(
-        self, connection: BaseDatabaseWrapper, *, prepare: bool | None = None
-    ) -> Session:
+    def session_of(self, own: BaseDatabaseWrapper, *, prepare: bool | None = None) -> Session:
         """Return the session of a connection to this database."""
         if self._dialect is None:
-            self._dialect = dialect_of(connection.vendor)
-        return Session(connection, self._dialect, prepare=prepare)
+            self._dialect = dialect_of(own.vendor)
+        return Session(own, self._dialect, prepare=prepare)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -239,9 +236,8 @@ class Connections:
             hint = _HINTS.get(error_code(error), "its log says why")
             if "no such table" in str(error):
                 hint = _MIGRATE
-            return StoreMisconfigured(
-                f"{where} refused a statement ({type(error).__name__}): {hint}"
-            )
+            problem = f"{where} refused a statement ({type(error).__name__})"
+            return StoreMisconfigured(f"{problem}: {hint}")
         text = str(error).strip().split("\n", 1)[0]
         return StoreUnavailable(f"{where} cannot serve us at the moment: {text}")
 

@@ -58,13 +58,9 @@ _MARK = f"coalesce((SELECT value FROM celery_idempotent_mark WHERE id = {TOKENS}
 @lru_cache(maxsize=256)
 def digest(identity: Identity) -> bytes:
     """Return what finds the row of an identity."""
-    text = _sized(identity.namespace) + _sized(identity.scope) + identity.key.encode()
+    names = identity.namespace.encode(), identity.scope.encode()
+    text = b"".join(len(each).to_bytes(2, "big") + each for each in names) + identity.key.encode()
     return hashlib.sha256(text).digest()[:DIGEST_BYTES]
-
-
-def _sized(text: str) -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(2, "big") + data
 
 
 def column_values(stored: StoredRecord) -> tuple[object, ...]:

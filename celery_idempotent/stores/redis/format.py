@@ -30,7 +30,6 @@ import functools
 import re
 import struct
 import zlib
-from binascii import hexlify
 from collections.abc import Mapping
 from struct import Struct
 from typing import Any
@@ -105,7 +104,6 @@ _STATES = {STARTS[state]: state for state in State}
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _is_uuid = re.compile("[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
-_groups = Struct("8s4s4s4s12s").unpack
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
@@ -118,7 +116,8 @@ def _bytes_of_uuid(task_id: str) -> bytes:
 
 
 def _uuid_of(packed: bytes) -> str:
-    return b"-".join(_groups(hexlify(packed))).decode()
+    text = packed.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
 def pack_tail(
@@ -154,9 +153,9 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
     times = record.updated_ms, record.deadline_ms or 0
     start = STARTS[record.state], record.token, record.created_ms
-    fields, long = _CODEC.fields_of(stored), (record.value, record.message, record.steps)
-    known = fields, record.task_id, record.fingerprint, *long
-    return FRONT.pack(*start, *counts, *times) + pack_tail(*known, attempt=attempt, write=write)
+    known = record.task_id, record.fingerprint, record.value, record.message, record.steps
+    tail = pack_tail(_CODEC.fields_of(stored), *known, attempt=attempt, write=write)
+    return FRONT.pack(*start, *counts, *times) + tail
 
 
 def unpack(

@@ -25,8 +25,6 @@ from celery_idempotent.stores.base import ServerFacts
 
 #: redis-py's: bytes, a number, ``None``, a list of these, or a ``ResponseError``.
 Reply: TypeAlias = Any
-
-
 #: The words of a command. Numbers are text: hiredis 3.5 may crash while it packs one.
 Command: TypeAlias = tuple[bytes, ...]
 
@@ -238,10 +236,8 @@ def exchange(
 
 
 _LOGIN_ERRORS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-_SILENT = (
-    *(exceptions.ConnectionError, exceptions.TimeoutError, OSError),
-    *(exceptions.ClusterError, exceptions.RedisClusterException),
-)
+_CUT = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+_SILENT = (*_CUT, exceptions.ClusterError, exceptions.RedisClusterException)
 _ERRORS = (exceptions.RedisError, *_SILENT)
 #: Errors that may be gone at the next try: by redis-py's class, or a word at the start of the message or, before
 #: Redis 7, in the middle of a script's.
@@ -300,6 +296,8 @@ def facts_of(link: Link, node: Any) -> ServerFacts:
     about = {"kind": kind, "version": version, "eviction": eviction, "memory": memory}
     return ServerFacts(**about, persistent=persistent)
 
+
+_Given: TypeAlias = dict[str, Any]
 
 #: A task that fails can be tried again, one that hangs cannot. A URL's query may set other timeouts.
 _DEFAULTS = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
@@ -377,17 +375,15 @@ def _sentinel(address: str, query: dict[str, str], options: Mapping[str, Any]) -
     return Server(pool, f"Redis master {name} of Sentinel at {';'.join(hosts)}")
 
 
-def _arguments(
-    address: str, query: Mapping[str, str], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _arguments(address: str, query: Mapping[str, str], options: Mapping[str, Any]) -> _Given:
     url = f"{address}?{urlencode(query)}"
-    given: dict[str, Any] = {**_DEFAULTS, **options, **parse_url(url)}  # type: ignore[no-untyped-call]
+    given: _Given = {**_DEFAULTS, **options, **parse_url(url)}  # type: ignore[no-untyped-call]
     pool = ConnectionPool(**given)
     pool.connection_class(**pool.connection_kwargs)  # refuses unknown options
     return given
 
 
-def _without_host(given: dict[str, Any]) -> dict[str, Any]:
+def _without_host(given: _Given) -> _Given:
     is_tls = given.pop("connection_class", None) is redis.SSLConnection
     shared = {name: value for name, value in given.items() if name not in ("host", "port")}
     return shared | ({"ssl": True} if is_tls else {})

@@ -173,9 +173,9 @@ class RedisStore(base.Store):
     ) -> bool:
         keys = self._keys.of_record(identity)[:2]
         (found,) = exchange(self._link, (_END.call(keys, layout.pack_own(token)),))
-        return isinstance(found, bytes) or super().release(
-            identity, token=token, requeue_ms=requeue_ms, note=note
-        )
+        if isinstance(found, bytes):
+            return True
+        return super().release(identity, token=token, requeue_ms=requeue_ms, note=note)
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
         """Let each lease start anew, all in one trip; those that a sweep has ended take more."""
@@ -288,24 +288,23 @@ class RedisStore(base.Store):
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         name = self._keys.counts(self.now_ms() // base.HOUR_MS)
-        commands = [
+        adds = [
             (b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
             for (task, outcome), number in outcomes.items()
         ]
         noted = b"SET", self._keys.layout, layout.LAYOUT, b"NX"
-        self._exchange(*commands, (b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)), noted)
+        self._exchange(*adds, (b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)), noted)
 
     def counts(self, *, hours: int) -> Sequence[records.Counted]:
         last = self.now_ms() // base.HOUR_MS
         wanted = range(last - min(hours, base.COUNTED_HOURS) + 1, last + 1)
         answers = self._exchange(*((b"HGETALL", self._keys.counts(hour)) for hour in wanted))
-        found = []
-        for hour, answer in zip(wanted, answers, strict=True):
-            for name, number in pairs(answer):
-                outcome, _, task = name.decode().partition(" ")
-                about = {"hour": hour, "task": task, "outcome": outcome}
-                found.append(records.Counted(**about, count=int(number)))
-        return found
+        return [
+            records.Counted(hour=hour, task=task, outcome=outcome, count=int(number))
+            for hour, answer in zip(wanted, answers, strict=True)
+            for name, number in pairs(answer)
+            for outcome, _, task in [name.decode().partition(" ")]
+        ]
 
     def now_ms(self) -> int:
         ((seconds, micros),) = exchange(self._link, [(b"TIME",)], self._link.nodes()[0])
@@ -503,6 +502,5 @@ class Search:
         return found
 
     def _page(self, kind: str = "", *place: int) -> records.Page:
-        cursor, looked_at, now_ms = base.write_cursor(kind, *place), self.looked_at, self.now_ms
-        found = tuple(self.found)
-        return records.Page(records=found, cursor=cursor, looked_at=looked_at, now_ms=now_ms)
+        cursor, seen = base.write_cursor(kind, *place), {"looked_at": self.looked_at}
+        return records.Page(records=tuple(self.found), cursor=cursor, now_ms=self.now_ms, **seen)
