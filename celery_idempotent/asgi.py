@@ -4,18 +4,22 @@
 
     app.add_middleware(IdempotencyMiddleware, store="redis://localhost:6379/1", scope=bearer_scope)
 
-The protocol runs in a thread, the application on the event loop::
+The protocol runs in a thread, the application on the event loop, both in a task of their own::
 
     thread    claim ─┐                        ┌─ settle ─┐
     loop             └─▶ app: response ───────┘          └─▶ send ─▶ app: background tasks
+
+Who cancels the request, as a time-out around it or a server whose client hung up, waits no longer, and nothing is sent
+any more. The task goes on: between an effect and its record an end would release the key, and the next attempt would
+charge once more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
@@ -24,20 +28,20 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
-from celery_idempotent.http.guard import to_the_end
 from celery_idempotent.http.middleware import (
-    Exchange,
     Middleware,
-    Request,
+    ServedRequest,
     bearer_scope,
-    read_header,
     session_scope,
 )
+from celery_idempotent.http.requests import Request, read_header
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.records import Stored
     from celery_idempotent.stores import Store
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
 
@@ -65,20 +69,40 @@ class IdempotencyMiddleware(Middleware):
         super().__init__(app, store=store, scope=scope, **options)
         # Not the loop's own: an endpoint that waits for one of its threads might never get one.
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="idempotency")
+        #: Requests that are not over, also those for which nobody waits any more.
+        self.works = set[asyncio.Task[None]]()
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] == "http" and self.guards(scope):
-            await to_the_end(_Exchange(self, scope, receive, send).serve())
+            await _Exchange(self, scope, receive, send).whole()
+        elif scope["type"] == "lifespan":
+            await self.app(scope, partial(self._receive_shutdown, receive), send)
         else:
             await self.app(scope, receive, send)
 
+    async def _receive_shutdown(self, receive: Receive) -> Message:
+        """Let what still runs come to its end before the application closes what it needs."""
+        message = await receive()
+        if message["type"] == "lifespan.shutdown" and self.works:
+            _, left = await asyncio.wait(self.works, timeout=self.options.lease_ms / 1000)
+            if left:
+                logger.warning("idempotency: %d requests still run at shutdown", len(left))
+        return message
 
-class _Exchange(Exchange):
+
+def _report_failure(work: asyncio.Task[None]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.error("idempotency: a request that was cancelled has failed", exc_info=error)
+
+
+class _Exchange(ServedRequest):
     #: The body, until the application has it.
-    body: bytes | None = None
+    unread: bytes | None = None
     #: Has the server a part of the response?
     is_passed = False
+    #: Was the request cancelled, so that nothing is sent any more?
+    is_cancelled = False
     #: The application, once it runs.
     running: asyncio.Future[None] | None = None
     settle_seconds = inf
@@ -87,18 +111,47 @@ class _Exchange(Exchange):
         self, middleware: IdempotencyMiddleware, scope: Request, receive: Receive, send: Send
     ) -> None:
         super().__init__(middleware, scope)
-        self.pool, self.receive, self.send = middleware.pool, receive, send
+        self.pool, self.works = middleware.pool, middleware.works
+        self.server_receive, self.send = receive, send
         self.loop = asyncio.get_running_loop()
         self.complete: asyncio.Future[None] = self.loop.create_future()
         self.sent = asyncio.Event()
 
-    async def serve(self) -> None:
+    async def whole(self) -> None:
         """Answer the request, then let the application end."""
         try:
+            if self.read_key():
+                await self._read()
+                if self.guard.key_header is None:
+                    self.find_key()
+            if self.raw_key is not None:
+                self.found = super().caller()
+                self.found = await self.found if isawaitable(self.found) else self.found
+        except RequestRefused as refused:
+            self.response.become(self.refused(refused))
+            await self._pass(more=False)
+            return
+        if self.raw_key is None:
+            await self.app(self.environ, self._receive, self.send)
+            return
+        work = self.loop.create_task(self._work())
+        self.works.add(work)
+        work.add_done_callback(self.works.discard)
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            work.add_done_callback(_report_failure)
+            raise
+        work.result()
+
+    async def _work(self) -> None:
+        try:
             try:
-                found = await self._answer()
+                run = copy_context().run
+                found = await self.loop.run_in_executor(self.pool, run, self.answer)
             except RequestRefused as refused:
-                found = refused.answer(self.options.docs_url)
+                found = self.refused(refused)
             if isinstance(found, Answer) and not self.is_passed:
                 self.response.become(found)
             await self._pass(more=False)
@@ -107,26 +160,22 @@ class _Exchange(Exchange):
             if self.running is not None:
                 await self.running
 
-    async def _answer(self) -> object:
-        """Return the response of the application, or an answer in its place."""
-        caller = self.middleware.scope(self.request)
-        identity = self.identify(await caller if isawaitable(caller) else caller)
-        self.body = body = await self._read()
-        answer = partial(self.answer_with, identity, body)
-        return await self.loop.run_in_executor(self.pool, copy_context().run, answer)
+    def caller(self) -> object:
+        return self.found
 
-    async def _read(self) -> bytes:
+    async def _read(self) -> None:
         """Receive the body, whole and within its limit."""
-        length, limit = read_header(self.request, "Content-Length"), self.options.max_request_bytes
+        length, limit = read_header(self.environ, "Content-Length"), self.options.max_request_bytes
         declared = requests.declared_size(length, max_bytes=limit)
         parts, size, more = list[bytes](), 0, True
         while more and 0 <= size <= limit:
-            message = await self.receive()
+            message = await self.server_receive()
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
             size = -1 if message["type"] == "http.disconnect" else size + len(parts[-1])
         requests.check_size(size, declared, max_bytes=limit)
-        return b"".join(parts)
+        self.body = self.unread = b"".join(parts)
+        self.given = self.environ, self.body
 
     # -- the application -----------------------------------------------------------------------------------------------
 
@@ -138,10 +187,10 @@ class _Exchange(Exchange):
         """Start the application, and return its response when that is complete."""
         # What is sent by path or in trailers, for example, would not be in the record. The scope is no copy: middleware
         # around this one finds the route in it.
-        known = (self.request.get("extensions") or {}).items()
+        known = (self.environ.get("extensions") or {}).items()
         shown = {name: value for name, value in known if not name.startswith("http.response")}
-        self.request["extensions"] = shown
-        app = self.middleware.app(self.request, self._receive, self._send)
+        self.environ["extensions"] = shown
+        app = self.app(self.environ, self._receive, self._send)
         self.running = asyncio.ensure_future(app)
         await asyncio.wait((self.running, self.complete), return_when=asyncio.FIRST_COMPLETED)
         if not self.complete.done():
@@ -151,9 +200,11 @@ class _Exchange(Exchange):
 
     async def _receive(self) -> Message:
         """Give the application the body; a client that hangs up does so after the response."""
-        body, self.body = self.body, None
+        body, self.unread = self.unread, None
         if body is not None:
             return {"type": "http.request", "body": body, "more_body": False}
+        if self.raw_key is None:
+            return await self.server_receive()
         await self.sent.wait()
         return {"type": "http.disconnect"}
 
@@ -174,7 +225,10 @@ class _Exchange(Exchange):
     async def _pass(self, *, more: bool) -> None:
         """Pass on to the server what is there of the response."""
         response, is_first, self.is_passed = self.response, not self.is_passed, True
-        with suppress(OSError):  # the client has hung up, and the application goes on
+        body = {"type": "http.response.body", "body": response.take(), "more_body": more}
+        if self.is_cancelled:
+            return
+        try:
             if is_first:
                 raw = [
                     (key.lower().encode("latin-1"), value.encode("latin-1"))
@@ -182,5 +236,8 @@ class _Exchange(Exchange):
                 ]
                 start = {"type": "http.response.start", "status": response.status, "headers": raw}
                 await self.send(start)
-            body = {"type": "http.response.body", "body": response.take(), "more_body": more}
             await self.send(body)
+        except Exception as error:
+            # The client has hung up, or who cancelled the request has closed its streams; the application goes on.
+            if not isinstance(error, OSError) and not self.is_cancelled:
+                raise

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
 
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Stored
@@ -54,8 +54,8 @@ class Answer(NamedTuple):
 
 #: code -> status, title, whether the same request with the same key may succeed later.
 CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
-    "idempotency_key_missing": (400, "The Idempotency-Key header is missing", False),
-    "idempotency_key_invalid": (400, "The Idempotency-Key header is invalid", False),
+    "idempotency_key_missing": (400, "The idempotency key is missing", False),
+    "idempotency_key_invalid": (400, "The idempotency key is invalid", False),
     "body_unreadable": (400, "The request body cannot be parsed", False),
     "body_incomplete": (400, "The request body is incomplete", True),
     "caller_unknown": (403, "The caller is not identified", False),
@@ -149,8 +149,8 @@ _HEADER: Final = re.compile(r"\r\n([^:]+): ([^\r]*)")
 class ResponseCodec:
     """Stores the responses of a view; errors and steps as JSON."""
 
-    def __init__(self, view: str, max_bytes: int, parts: Callable[[Any], Parts]) -> None:
-        self._view, self._max_bytes, self._parts = view, max_bytes, parts
+    def __init__(self, view: str, max_bytes: int) -> None:
+        self._view, self._max_bytes = view, max_bytes
         self._json = Serializer()
         self.load_value = self._json.load
 
@@ -158,13 +158,13 @@ class ResponseCodec:
         """Return a response that was packed when its view returned."""
         return stored
 
-    def pack(self, response: object) -> Stored:
+    def pack(self, parts: Parts) -> Stored:
         """Return what is stored of a response, without its body if that is too large, or streamed.
 
         Raises:
             ValueError: if no server sends its status or a header: a line feed would begin another header of the replay.
         """
-        status, reason, headers, body, why = self._parts(response)
+        status, reason, headers, body, why = parts
         if len(body) > self._max_bytes:
             why = f"it has {len(body)} bytes"
         if not reason.isascii():

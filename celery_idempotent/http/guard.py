@@ -1,41 +1,52 @@
-"""The guard of one view: claim the key of a request, then run the view, or answer from the record.
+"""The front door: one request, from its key to its answer, whatever the framework.
 
 ::
 
-    claim ─┬─ Claimed ────▶ the view ─┬─ settle with its response
-           │                          └─ not one to repeat (a 503), or an exception: release
-           ├─ Settled ────▶ may this caller have it? then the stored response
-           ├─ Held ───────▶ 409, Retry-After
-           ├─ Mismatched ─▶ 422
-           └─ no answer ──▶ 503
+    key ─ body ─ caller ─ claim ─┬─ Claimed ────▶ the view ─┬─ settle with its response
+                                 │                          └─ not one to repeat (a 503), or an exception: release
+                                 ├─ Settled ────▶ may this caller have it? then the stored response
+                                 ├─ Held ───────▶ 409, Retry-After
+                                 ├─ Mismatched ─▶ 422
+                                 └─ no answer ──▶ 503
+
+Adapters read a request and write a response: views of Django, and the middleware for ASGI and WSGI.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable
-from contextvars import Context, copy_context
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
+from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
+from celery_idempotent.http import requests
 from celery_idempotent.http.answers import (
     UNSURE,
+    Answer,
     Parts,
     RequestRefused,
     ResponseCodec,
     read_response,
 )
 from celery_idempotent.http.options import HttpOptions, RequestFunction
+from celery_idempotent.http.requests import Request, read_header
 from celery_idempotent.http.status import failure_of
+from celery_idempotent.keys.fingerprints import NoFormError, form
+from celery_idempotent.keys.rules import canonical
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Run, execute
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def over_limit() -> RequestRefused:
+    """Return the refusal of a request over a limit of the framework's."""
+    return RequestRefused("request_too_large", "It is larger than this service accepts.")
 
 
 class _NotToKeepError(Exception):
@@ -43,7 +54,7 @@ class _NotToKeepError(Exception):
 
 
 class Guard:
-    """Guards one view; ``name`` is for people, ``sender`` what signals come from."""
+    """Guards one view or application; ``name`` is for people, ``sender`` what signals come from."""
 
     def __init__(
         self,
@@ -51,52 +62,127 @@ class Guard:
         sender: object,
         options: HttpOptions,
         open_store: Callable[[], Store],
-        parts: Callable[[Any], Parts],
+        namespace: str = HTTP_NAMESPACE,
     ) -> None:
         self.name, self.sender, self.open_store = name, sender, open_store
-        self.options, self.policy = options, options.policy
-        self.codec = ResponseCodec(name, options.max_response_bytes, parts)
+        self.options, self.policy, self.namespace = options, options.policy, namespace
+        #: The header that the key is in, ``None`` if a function finds it.
+        self.key_header = options.key if isinstance(options.key, str) else None
+        self.codec = ResponseCodec(name, options.max_response_bytes)
 
 
-class RequestRun(Run):
-    """One request to a guarded view."""
+class Exchange(Run):
+    """A request to a guarded view or application, and the response to it."""
 
-    guard: Guard
+    #: What has the headers: the scope of ASGI, or the environ of WSGI and of Django.
+    environ: Request
+    #: What the functions among the options get.
+    given: tuple[Any, ...]
+    #: The key as it was found.
+    raw_key: object = None
+    #: ``False``: only the key is checked, for a view that hands it to a task.
+    guards = True
     #: What the view returned.
     response: Any
     began = False
     #: A server of WSGI may end a worker that answers late. One of ASGI does not, and waits for requests when it stops.
     settle_seconds = 3.0
+    #: What a framework raises for a request over one of its own limits.
+    over_limits: tuple[type[Exception], ...] = ()
 
-    # -- what a framework adds -----------------------------------------------------------------------------------------
+    # -- what an adapter adds ------------------------------------------------------------------------------------------
 
-    def respond(self) -> Stored:
-        """Run the view, and return its response, which is :meth:`kept`."""
-        raise NotImplementedError
+    #: Receives the body, whole and within its limit.
+    receive: Callable[[], None]
+    #: Returns whose key it is, ``None`` of an unknown caller.
+    caller: Callable[[], object]
+    #: Returns method, path and the fields of the query.
+    target: Callable[[], tuple[str, str, Mapping[str, Sequence[str]] | None]]
+    #: Returns the form of the body, for the fingerprint.
+    body_form: Callable[[], str]
+    #: Runs the view, and returns its response, which is :meth:`kept`.
+    respond: Callable[[], Stored]
+    #: Returns the response to a request that has no key and needs none, or that a task has the key of.
+    run_unguarded: Callable[[], Any]
+    #: Raises if a transaction is open that an atomic run would be part of.
+    refuse_transactions: Callable[[], None]
+    #: Returns the answer to a caller to whom ``authorize`` refuses the stored response, ``None`` to any other.
+    refusal: Callable[[RequestFunction], object | None]
 
-    def refusal(self, authorize: RequestFunction) -> object | None:
-        """Return the answer to a caller to whom ``authorize`` refuses the stored response, ``None`` to any other."""
-        raise NotImplementedError
+    def __init__(self, guard: Guard) -> None:
+        self.guard, self.options = guard, guard.options
+        self.name, self.sender, self.codec = guard.name, guard.sender, guard.codec
+        self.policy, self.open_store = guard.policy, guard.open_store  # type: ignore[method-assign]
 
-    # -- the answer ----------------------------------------------------------------------------------------------------
+    # -- from the key to the answer ------------------------------------------------------------------------------------
 
-    def answer(self, identity: Identity | None, fingerprint: bytes | None) -> Any:
-        """Return the response of the view, or an :class:`.Answer`; an atomic view without a key has no ``identity``.
+    def serve(self) -> Any:
+        """Return the response of the view, or an answer in its place."""
+        try:
+            if self.read_key():
+                self.receive()
+                if self.guard.key_header is None:
+                    self.find_key()
+            is_guarded = self.guards and self.raw_key is not None
+            return self.answer() if is_guarded else self.run_unguarded()
+        except RequestRefused as refused:
+            return self.refused(refused)
+
+    def read_key(self) -> bool:
+        """Read the key from its header, before the body is received; ``False``: there is none, and none is needed."""
+        where = self.guard.key_header
+        if where is None:
+            return True
+        value = read_header(
+            self.environ, where, "\n"
+        )  # no form of a key has a line feed: two are none
+        self.raw_key = requests.read_key(value, required=self.options.required, name=where)
+        return self.raw_key is not None
+
+    def find_key(self) -> None:
+        """Have a function of the project find the key, in a request in which the sender may have written anything."""
+        find, why = self.options.key, ""
+        assert callable(find), "there is no header"
+        try:
+            self.raw_key = find(*self.given)
+            if self.raw_key is not None:
+                canonical(self.raw_key, task=self.name)
+        except InvalidKey as error:
+            why = str(error)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            why = type(error).__name__
+        except self.over_limits as error:
+            raise over_limit() from error
+        if why:
+            logger.warning("idempotency: key=… of %s finds no key in a request: %s", self.name, why)
+            raise RequestRefused("idempotency_key_invalid", "There is no key where it should be.")
+        if self.raw_key is None and self.options.required:
+            raise RequestRefused("idempotency_key_missing", "There is no key where it should be.")
+
+    def refused(self, refused: RequestRefused) -> Answer:
+        """Return the answer to a request that is not carried out."""
+        return refused.answer(self.options.docs_url)
+
+    def answer(self) -> Any:
+        """Return the response of the view, or an :class:`.Answer`. Without a key an atomic view has its transaction.
 
         Raises:
-            RequestRefused: if the key is another request's or in use, or the store cannot be asked.
+            RequestRefused: if the caller is unknown, the key is another request's or in use, or the store cannot be
+                asked.
             Exception: what the view raises; the key is free then.
         """
-        guard = self.guard
-        self.name, self.policy, self.open_store = guard.name, guard.policy, guard.open_store  # type: ignore[method-assign]
+        if self.options.atomic:
+            self.refuse_transactions()
         try:
-            if identity is None:
+            if self.raw_key is None:
                 store = atomic.transactional(self.open_store(), self.name)
                 with store.unguarded_transaction():
                     self.respond()
                 return self.response
-            self.identity, self.fingerprint = identity, fingerprint
-            self.codec, self.sender = guard.codec, guard.sender
+            self.identity = requests.http_identity(
+                self.guard.namespace, self.caller(), self.raw_key
+            )
+            self.fingerprint = self.fingerprint_of_request()
             self.task_id = str(uuid.uuid4())
             self.worker = worker_name(os.getpid())
             if self.policy.atomic:
@@ -111,12 +197,24 @@ class RequestRun(Run):
         except _NotToKeepError as answered:
             return answered.args[0]
 
-    def kept(self, response: object, status: int, *, is_kept: bool = True) -> Stored:
+    def fingerprint_of_request(self) -> bytes:
+        """Return what tells this request from another one with its key."""
+        own = self.options.fingerprint
+        try:
+            body = f"own {form(own(*self.given))}" if own else self.body_form()
+            return requests.request_fingerprint(*self.target(), body)
+        except NoFormError as refused:
+            raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
+        except self.over_limits as error:
+            raise over_limit() from error
+
+    def kept(self, response: object, parts: Parts, *, is_kept: bool = True) -> Stored:
         """Pack the response of a view if it is one to repeat; any other leaves the view as an exception."""
-        if status >= 500 or status in self.guard.options.unstored or not is_kept:
+        status = parts[0]
+        if status >= 500 or status in self.options.unstored or not is_kept:
             raise _NotToKeepError(response)
         self.response = response
-        return self.guard.codec.pack(response)
+        return self.guard.codec.pack(parts)
 
     def _respond_once(self) -> Stored:
         """Run the view, once: after that its files are read, and its user may have changed."""
@@ -131,7 +229,7 @@ class RequestRun(Run):
 
     def replay(self, record: Record, age_ms: int) -> object:  # noqa: ARG002
         """Repeat the stored response to a caller who may have it."""
-        authorize = self.guard.options.authorize
+        authorize = self.options.authorize
         refused = None if authorize is None else self.refusal(authorize)
         if refused is not None:
             return refused
@@ -155,33 +253,3 @@ class RequestRun(Run):
     def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:  # noqa: ARG002
         """Refuse a request that cannot be guarded now."""
         raise RequestRefused("store_unavailable", UNSURE) from error
-
-
-async def to_the_end(work: Awaitable[T]) -> T:
-    """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
-
-    A server cancels a coroutine when its client hangs up. Between an effect and its record that would release the key,
-    and the next attempt would charge once more.
-    """
-    contexts: list[Context] = []
-
-    async def whole() -> T:
-        try:
-            return await work
-        finally:
-            contexts.append(copy_context())
-
-    task, cancelled = asyncio.ensure_future(whole()), None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:  # noqa: PERF203  it may come more than once
-            cancelled = error
-    # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
-    here = copy_context()
-    for variable, value in (item for context in contexts for item in context.items()):
-        if variable not in here or here[variable] is not value:
-            variable.set(value)
-    if cancelled is not None:
-        raise cancelled  # asyncio logs the exception of a task that nobody asks for it
-    return task.result()

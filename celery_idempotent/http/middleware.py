@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from http.client import responses
@@ -22,10 +22,11 @@ from celery import Celery
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http import requests
-from celery_idempotent.http.answers import Answer, Headers, Parts, RequestRefused
-from celery_idempotent.http.guard import Guard, RequestRun
+from celery_idempotent.http.answers import Answer, Headers, RequestRefused
+from celery_idempotent.http.guard import Exchange, Guard
 from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction
-from celery_idempotent.keys.fingerprints import NoFormError, form
+from celery_idempotent.http.requests import Request, read_header
+from celery_idempotent.keys.fingerprints import form
 from celery_idempotent.keys.stamp import is_text
 from celery_idempotent.protocol.options import accept_if, flag, option, read_options
 from celery_idempotent.records import HTTP_NAMESPACE
@@ -33,11 +34,7 @@ from celery_idempotent.stores import Store, get_store, open_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
-    from celery_idempotent.records import Identity, Stored
-
-Request = MutableMapping[str, Any]
-
-KEY_HEADER: Final = "Idempotency-Key"
+    from celery_idempotent.records import Stored
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -77,16 +74,6 @@ class MiddlewareOptions(HttpOptions):
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
-
-
-def read_header(request: Request, name: str, separator: str = ",") -> str | None:
-    """Return the value of a header, all values if it was sent more than once; ``None`` without it."""
-    if "headers" not in request:  # WSGI
-        name = name.upper().replace("-", "_")
-        return request.get(name if name.startswith("CONTENT_") else f"HTTP_{name}")
-    raw = name.lower().encode()
-    found = [value.decode("latin-1") for each, value in request["headers"] if each == raw]
-    return separator.join(found) if found else None
 
 
 def _target(request: Request) -> tuple[str, str, str]:
@@ -129,30 +116,6 @@ def _digest(kind: str, secret: str) -> tuple[str, str] | None:
     return (kind, hashlib.sha256(secret.encode()).hexdigest()) if secret else None
 
 
-def _fields(text: str) -> dict[str, list[str]]:
-    """Return the fields of a query or a form, in which each character is a byte."""
-    return parse_qs(text, keep_blank_values=True, encoding="latin-1")
-
-
-_BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORECASE)
-
-
-def _body_form(request: Request, body: bytes) -> str:
-    """Return the form of a body: of a form its fields, of a multipart form its parts, by their bytes."""
-    content_type = read_header(request, "Content-Type") or ""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "application/x-www-form-urlencoded":
-        return f"form {form(_fields(body.decode('latin-1')))}"
-    if kind == "multipart/form-data" and (found := _BOUNDARY.search(content_type)):
-        boundary = b"\r\n--" + (found[1] or found[2]).encode("latin-1", "replace")
-        _, *parts = (b"\r\n" + body).split(boundary)
-        if parts and parts.pop().startswith(b"--"):  # it is whole
-            # Sorted by their headers, so that fields of one name stay in their order.
-            parts.sort(key=lambda part: part.partition(b"\r\n\r\n")[0])
-            return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
-    return requests.body_form(kind, body)
-
-
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 
@@ -193,12 +156,6 @@ class Response:
         self.reason, self.parts = answer.reason or responses.get(self.status, "Unknown"), [body]
 
 
-def _parts(response: Response) -> Parts:
-    why = f"it has more than {response.max_bytes} bytes" if response.is_large else ""
-    body = b"" if why else b"".join(response.parts)
-    return response.status, response.reason, response.headers, body, why
-
-
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,56 +182,80 @@ class Middleware:
     ) -> None:
         where = type(self).__name__
         given = read_options(MiddlewareOptions, [(where, {**options, "scope": scope})])
-        self.app, self.scope, self.options = app, scope, given
+        self.app, self.options = app, given
         found = open_store(store) if isinstance(store, str) else store
         if not isinstance(found, (Store, Celery)):
             raise InvalidOption(f"store of {where} must be a URL, a store or a Celery app.")
         opener = partial(get_store, found) if isinstance(found, Celery) else lambda: found
-        self.guard = Guard(given.name, app, given, opener, _parts)
+        self.guard = Guard(given.name, app, given, opener, given.name)
 
     def guards(self, request: Request) -> bool:
-        """Does this request need a key, or have one?"""
+        """May this request have a key?"""
         options, (method, path, _) = self.options, _target(request)
         # The path may have the prefix below which the application is mounted, and so may the option.
         below = path.removeprefix(request.get("root_path") or _text(request, "SCRIPT_NAME"))
         is_guarded = path.startswith(options.paths) or below.startswith(options.paths)
-        if method not in options.methods or not is_guarded:
-            return False
-        return options.required or read_header(request, KEY_HEADER) is not None
+        return method in options.methods and is_guarded
 
 
-class Exchange(RequestRun):
-    """A guarded request to an application, and the response to it."""
+class ServedRequest(Exchange):
+    """A request to an application that may have a key, and the response to it."""
+
+    options: MiddlewareOptions
+    response: Response
+    body: bytes
 
     def __init__(self, middleware: Middleware, request: Request) -> None:
-        self.guard = middleware.guard
-        self.middleware, self.request, self.options = middleware, request, middleware.options
+        super().__init__(middleware.guard)
+        self.app, self.environ = middleware.app, request
+        self.given = (request,)
         self.response = Response(self.options.max_response_bytes)
 
-    def identify(self, scope: object) -> Identity:
-        """Return the identity of the request; one with a bad key or without a caller is refused."""
-        # Two headers are no key: neither form of one has a line feed.
-        key = requests.read_key(read_header(self.request, KEY_HEADER, "\n"), required=True)
-        return requests.http_identity(self.options.name, scope, str(key))
+    def caller(self) -> object:
+        """Return whose key it is."""
+        assert self.options.scope is not None, "it is required"
+        return self.options.scope(self.environ)
 
-    def answer_with(self, identity: Identity, body: bytes) -> object:
-        """Return the response of the application, or an answer in its place."""
-        return self.answer(identity, self._fingerprint(body))
+    def target(self) -> tuple[str, str, dict[str, list[str]]]:
+        """Return method, path and the fields of the query, which are bytes."""
+        method, path, query = _target(self.environ)
+        return method, path, _fields(query)
 
-    def _fingerprint(self, body: bytes) -> bytes:
-        own, (method, path, query) = self.options.fingerprint, _target(self.request)
-        try:
-            text = f"own {form(own(self.request, body))}" if own else _body_form(self.request, body)
-        except NoFormError as refused:
-            raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
-        return requests.request_fingerprint(method, path, _fields(query), text)
+    def body_form(self) -> str:
+        """Return the form of the body: of a form its fields, of a multipart form its parts, by their bytes."""
+        content_type = read_header(self.environ, "Content-Type") or ""
+        kind, body = content_type.partition(";")[0].strip().lower(), self.body
+        if kind == "application/x-www-form-urlencoded":
+            return f"form {form(_fields(body.decode('latin-1')))}"
+        if kind == "multipart/form-data" and (found := _BOUNDARY.search(content_type)):
+            boundary = b"\r\n--" + (found[1] or found[2]).encode("latin-1", "replace")
+            _, *parts = (b"\r\n" + body).split(boundary)
+            if parts and parts.pop().startswith(b"--"):  # it is whole
+                # Sorted by their headers, so that fields of one name stay in their order.
+                parts.sort(key=lambda part: part.partition(b"\r\n\r\n")[0])
+                return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
+        return requests.body_form(kind, body)
 
     def kept_response(self) -> Stored:
         """Return the response if it is one to repeat; any other leaves as an exception."""
-        is_kept = not (self.response.is_large and self.options.release_large)
-        return self.kept(self.response, self.response.status, is_kept=is_kept)
+        response, body, why = self.response, b"", ""
+        if response.is_large:
+            why = f"it has more than {response.max_bytes} bytes"
+        else:
+            body = b"".join(response.parts)
+        parts = response.status, response.reason, response.headers, body, why
+        is_kept = not (response.is_large and self.options.release_large)
+        return self.kept(response, parts, is_kept=is_kept)
 
     def refusal(self, authorize: RequestFunction) -> None:
         """Refuse a caller whom ``authorize`` does not accept."""
-        if authorize(self.request) is not True:
+        if authorize(self.environ) is not True:
             raise RequestRefused("replay_refused", "You may not see the response any more.")
+
+
+def _fields(text: str) -> dict[str, list[str]]:
+    """Return the fields of a query or a form, in which each character is a byte."""
+    return parse_qs(text, keep_blank_values=True, encoding="latin-1")
+
+
+_BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORECASE)

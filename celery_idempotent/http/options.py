@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
@@ -40,6 +41,14 @@ def _callable(value: object) -> RequestFunction:
     return found
 
 
+def _key(value: object) -> str | RequestFunction:
+    if not isinstance(value, str):
+        return _callable(value)
+    if not re.fullmatch(r"[A-Za-z0-9-]+", value):
+        raise ValueError("must be the name of a header, or a function of the request")
+    return value
+
+
 def _statuses(value: object) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError("must be a sequence")
@@ -53,6 +62,7 @@ def _statuses(value: object) -> tuple[int, ...]:
 class HttpOptions:
     """The options of ``@idempotent_view`` and of the setting ``IDEMPOTENCY_HTTP``."""
 
+    key: str | RequestFunction = option("Idempotency-Key", _key)  # type: ignore[arg-type]
     scope: RequestFunction | None = option(None, optional(_callable))
     required: bool = option(True, flag)
     authorize: RequestFunction | None = option(None, optional(_callable))

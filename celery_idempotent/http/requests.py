@@ -19,8 +19,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Final
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.http.answers import RequestRefused
@@ -30,6 +30,20 @@ from celery_idempotent.keys.stamp import MAX_CHARS
 from celery_idempotent.records import Identity
 
 logger = logging.getLogger(__name__)
+
+#: The scope of ASGI, or the environ of WSGI, which Django's requests have too.
+Request = MutableMapping[str, Any]
+
+
+def read_header(request: Request, name: str, separator: str = ",") -> str | None:
+    """Return the value of a header, all values if it was sent more than once; ``None`` without it."""
+    if "headers" not in request:  # WSGI
+        name = name.upper().replace("-", "_")
+        return request.get(name if name == "CONTENT_TYPE" else f"HTTP_{name}")
+    raw = name.lower().encode()
+    found = [value.decode("latin-1") for each, value in request["headers"] if each == raw]
+    return separator.join(found) if found else None
+
 
 # -- the key -----------------------------------------------------------------------------------------------------------
 
@@ -58,7 +72,7 @@ _BARE = r"([!#-+\--:<-\[\]-~]*)"
 _HEADER: Final = re.compile(f" *(?:{_BARE}|{_STRING}) *", re.ASCII)
 
 
-def read_key(raw: object, *, required: bool = False) -> str | None:
+def read_key(raw: object, *, required: bool = False, name: str = "Idempotency-Key") -> str | None:
     r"""Return the key that a header means: ``"a\"b"`` is ``a"b``, ``17`` is ``"17"``; ``None`` without a header.
 
     Raises:
@@ -70,8 +84,8 @@ def read_key(raw: object, *, required: bool = False) -> str | None:
             return None
         raise RequestRefused(
             "idempotency_key_missing",
-            "Send a header Idempotency-Key with a value that is new for each intention, such as a UUID, and the same "
-            "when you try again.",
+            f"Send a header {name} with a value that is new for each intention, such as a UUID, and the same when you "
+            "try again.",
         )
     if not isinstance(raw, str) or len(raw) > MAX_HEADER_CHARS:
         raise _invalid(f"It has more than {MAX_HEADER_CHARS} characters.")
@@ -99,7 +113,7 @@ def _invalid(why: str) -> RequestRefused:
     return RequestRefused("idempotency_key_invalid", why)
 
 
-def http_identity(namespace: str, scope: object, key: str) -> Identity:
+def http_identity(namespace: str, scope: object, key: object) -> Identity:
     """Return the identity of a key of a caller: no caller sees a record of another.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 from django.test import Client
 
@@ -76,6 +75,6 @@ def test_an_answer_that_is_no_text_is_shown_in_part(
 def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
     serve(memory)
     about = of_user("a", 17)
-    error = ResponseCodec("", 0, Mock()).dump_error(FailedByOperator("given up"))
+    error = ResponseCodec("", 0).dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
     assert "FailedByOperator: given up" in text(operator.get(address(about)))

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from celery_idempotent import current_claim
-from celery_idempotent.http.middleware import bearer_scope, read_header
+from celery_idempotent.http.middleware import bearer_scope
+from celery_idempotent.http.requests import read_header
 from tests.http import servers
 
 __all__ = ["DOORS", "PIECES", "urlpatterns"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextvars import ContextVar
 
-from celery_idempotent.http.guard import to_the_end
+from celery_idempotent.django.http.views import to_the_end
 
 language = ContextVar("language", default="en")
 

@@ -18,10 +18,10 @@ from celery_idempotent.django.http import idempotent_view, keyed_view
 from celery_idempotent.django.http.requests import (
     caller_scope,
     http_options,
-    request_fingerprint,
     session_scope,
 )
 from celery_idempotent.django.http.responses import parts_of, response_of
+from celery_idempotent.django.http.views import _Call, _DecoratedView
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
 from celery_idempotent.http.answers import RequestRefused, ResponseCodec, read_response
 from celery_idempotent.http.requests import http_identity, read_key
@@ -147,7 +147,8 @@ def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: s
 
 
 def fingerprint(request: Any, **options: Any) -> bytes:
-    return request_fingerprint(request, request, http_options(options))
+    decorated = _DecoratedView(view, options, guards=True)
+    return _Call(decorated, view, (request,), {}).fingerprint_of_request()
 
 
 def test_a_fingerprint_of_ones_own_counts_instead_of_the_body(factory: Any) -> None:
@@ -200,7 +201,7 @@ def test_a_charset_that_is_none_is_refused(
 
 
 def packed(made: HttpResponse, max_bytes: int = 1000) -> Stored:
-    return ResponseCodec("v", max_bytes, parts_of).pack(made)
+    return ResponseCodec("v", max_bytes).pack(parts_of(made))
 
 
 def kept_again(made: HttpResponse) -> HttpResponse:

@@ -17,8 +17,9 @@ from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import RequestRefused
+from celery_idempotent.http.guard import over_limit
 from celery_idempotent.http.options import HttpOptions
-from celery_idempotent.keys.fingerprints import NoFormError, form, quote
+from celery_idempotent.keys.fingerprints import form, quote
 from celery_idempotent.protocol.options import read_options
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 KEY_META: Final = "HTTP_IDEMPOTENCY_KEY"
 
 #: What Django raises for a request over one of its own limits.
-_TOO_LARGE: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
+OVER_LIMITS: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
 
 _PIECE: Final = 64 * 1024
 _FORM, _MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
@@ -112,8 +113,8 @@ def receive(request: HttpRequest, options: HttpOptions) -> None:
 def _read(request: Any) -> int:
     try:
         return len(request.body)
-    except _TOO_LARGE as error:
-        raise _too_large() from error
+    except OVER_LIMITS as error:
+        raise over_limit() from error
     except RawPostDataException:
         pass  # it is a parsed upload, or was read before
     stream = request._stream  # noqa: SLF001  Django has no public name for it, and how far it was read
@@ -125,34 +126,17 @@ def _read(request: Any) -> int:
     return stream.tell()  # type: ignore[no-any-return]
 
 
-def _too_large() -> RequestRefused:
-    return RequestRefused("request_too_large", "It is larger than this service accepts.")
-
-
 # -- the fingerprint ---------------------------------------------------------------------------------------------------
 
 
-def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOptions) -> bytes:
-    """Return the fingerprint of ``request``; ``seen`` is what the view gets (Django REST framework wraps it).
+def body_form(request: HttpRequest) -> str:
+    """Return the form of a body, which stays readable for the view.
 
-    The body stays readable for the view. A form counts by its fields, and files by their content: its boundary is
-    another one each time.
+    A form counts by its fields, and files by their content: its boundary is another one each time.
 
     Raises:
-        RequestRefused: ``body_unreadable``, or ``request_too_large`` for one of Django's own limits.
+        RequestRefused: ``body_unreadable``.
     """
-    own = options.fingerprint
-    try:
-        body = f"own {form(own(seen))}" if own else _body_form(request)
-        query = dict(request.GET.lists()) if request.META.get("QUERY_STRING") else None
-    except NoFormError as refused:
-        raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
-    except _TOO_LARGE as error:
-        raise _too_large() from error
-    return requests.request_fingerprint(str(request.method), request.path_info, query, body)
-
-
-def _body_form(request: HttpRequest) -> str:
     content_type = (request.content_type or "").lower()
     if content_type not in (_FORM, _MULTIPART):
         return requests.body_form(content_type, request.body)

@@ -9,8 +9,11 @@ Who calls is known before the claim: Django REST framework calls a handler after
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
 from functools import cached_property, partial, wraps
+from inspect import isawaitable
 from math import inf
 from typing import Any, TypeVar, overload
 
@@ -23,24 +26,24 @@ from django.http import HttpResponseBase
 
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.requests import (
-    KEY_META,
+    OVER_LIMITS,
+    body_form,
     caller_scope,
     http_options,
     receive,
-    request_fingerprint,
 )
 from celery_idempotent.django.http.responses import parts_of, refuse_returned, response_of
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.http.answers import Answer, RequestRefused
-from celery_idempotent.http.guard import Guard, RequestRun, to_the_end
+from celery_idempotent.http.answers import Answer
+from celery_idempotent.http.guard import Exchange, Guard
 from celery_idempotent.http.options import METHODS, RequestFunction
-from celery_idempotent.http.requests import http_identity, read_key
-from celery_idempotent.records import HTTP_NAMESPACE, Stored
+from celery_idempotent.records import Stored
 from celery_idempotent.stores import get_store
 
 #: A view function, or a method that handles requests.
 ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)
+T = TypeVar("T")
 
 
 # -- decorators --------------------------------------------------------------------------------------------------------
@@ -72,7 +75,7 @@ def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object
     """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
 
     A missing or malformed key is refused before anything else is checked. Used as :func:`idempotent_view`, whose errors
-    it raises. Of its options, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task has the
+    it raises. Of its options, ``key``, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task has the
     rest.
     """
     decorate = partial(_decorated, given=options, guards=False)
@@ -90,22 +93,19 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
     @wraps(view)
     def call(*args: Any, **kwargs: Any) -> object:
         asked = _Call(decorated, view, args, kwargs)
-        try:
-            return asked.guarded() if asked.is_guarded() else view(*args, **kwargs)
-        except RequestRefused as refused:
-            return asked.refused(refused)
+        return asked.serve() if asked.request.method in METHODS else view(*args, **kwargs)
 
     @wraps(view)
     async def await_(*args: Any, **kwargs: Any) -> object:
         asked = _Call(decorated, view, args, kwargs)
-        try:
-            if not asked.is_guarded():
-                return await view(*args, **kwargs)
+        if asked.request.method not in METHODS:
+            return await view(*args, **kwargs)
+        if guards:
             # The protocol in the thread of this request; the view itself goes back to the event loop.
             asked.view = async_to_sync(view)
-            return await to_the_end(sync_to_async(asked.guarded)())
-        except RequestRefused as refused:
-            return asked.refused(refused)
+            return await to_the_end(sync_to_async(asked.serve)())
+        found: Any = asked.serve()
+        return await found if isawaitable(found) else found
 
     made: Any = await_ if iscoroutinefunction(view) else call
     made.refuses_transactions = guards  # for the check
@@ -131,98 +131,10 @@ class _DecoratedView:
     def guard(self) -> Guard:
         """What guards the view, made for its first request: the project's app is known by then."""
         open_store = partial(get_store, celery_app())
-        return Guard(self.name, self, http_options(self._given), open_store, parts_of)
+        return Guard(self.name, self, http_options(self._given), open_store)
 
 
-class _Call(RequestRun):
-    """One call of a view: ``seen`` is the request that it gets, ``request`` Django's own that may be within."""
-
-    #: The view of Django REST framework that handles the request, ``None`` of any other kind.
-    rest: Any = None
-
-    def __init__(
-        self,
-        decorated: _DecoratedView,
-        view: ViewFunction,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.guard = decorated.guard
-        self.view, self.guards, self.args, self.kwargs = view, decorated.guards, args, kwargs
-        self.at = at = 0 if hasattr(args[0], "META") else 1  # of a method
-        self.seen = seen = args[at]
-        self.options = self.guard.options
-        self.request = request = getattr(seen, "_request", seen)
-        if not isinstance(request, WSGIRequest):
-            self.settle_seconds = inf
-        request.idempotency_key, request.idempotency_options = None, self.options
-        if request is not seen:
-            view_of_rest = (getattr(seen, "parser_context", None) or {}).get("view")
-            self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
-
-    def is_guarded(self) -> bool:
-        """Read the key, and the body of a request that is to be queued; is there more to do than to call the view?"""
-        request, options = self.request, self.options
-        if request.method not in METHODS:
-            return False
-        key = read_key(request.META.get(KEY_META), required=options.required)
-        request.idempotency_key = key
-        if not self.guards:
-            receive(request, options)
-            return False
-        return key is not None or options.atomic
-
-    def guarded(self) -> HttpResponseBase:
-        """Answer the request, from the view or from the record."""
-        key, options = self.request.idempotency_key, self.options
-        identity = fingerprint = None
-        if key is not None:
-            receive(self.request, options)
-            identity = http_identity(HTTP_NAMESPACE, caller_scope(self.seen, options), key)
-            fingerprint = request_fingerprint(self.request, self.seen, options)
-        if options.atomic:
-            _refuse_open_transactions()
-        found = self.answer(identity, fingerprint)
-        response: HttpResponseBase = response_of(found) if isinstance(found, Answer) else found
-        return response if self.rest is None else self._finished(response)
-
-    def respond(self) -> Stored:
-        """Call the view, and finish its response: its bytes are stored."""
-        if not self.options.atomic:  # else its own transaction is open by now
-            _refuse_open_transactions()
-        returned = self.view(*self.args, **self.kwargs)
-        if self.rest is not None:
-            returned = self.rest.finalize_response(self.seen, returned, **self.kwargs)
-        if not isinstance(returned, HttpResponseBase):
-            refuse_returned(returned, self.guard.name)
-        if not getattr(returned, "is_rendered", True):
-            returned = returned.render()  # type: ignore[attr-defined]  # of a template
-        return self.kept(returned, returned.status_code)
-
-    def refusal(self, authorize: RequestFunction) -> HttpResponseBase | None:
-        """Ask about the request and the URL's arguments."""
-        found = authorize(*self.args[self.at :], **self.kwargs)
-        if isinstance(found, HttpResponseBase):
-            return found
-        if found is not True:  # for example a coroutine
-            raise PermissionDenied
-        return None
-
-    def refused(self, refused: RequestRefused) -> HttpResponseBase:
-        """Return the answer to a request that is not carried out."""
-        response = response_of(refused.answer(self.options.docs_url))
-        return response if self.rest is None else self._finished(response)
-
-    def _finished(self, response: HttpResponseBase) -> HttpResponseBase:
-        """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
-        finalize = self.rest.finalize_response
-        self.rest.finalize_response = lambda request, made, *args, **kwargs: (
-            made if made is response else finalize(request, made, *args, **kwargs)
-        )
-        return response
-
-
-def _refuse_open_transactions() -> None:
+def refuse_open_transactions() -> None:
     """Refuse to run inside a transaction: a record is settled after the COMMIT."""
     for connection in connections.all(initialized_only=True):
         for block in getattr(connection, "atomic_blocks", ()):
@@ -233,3 +145,117 @@ def _refuse_open_transactions() -> None:
                     "ATOMIC_REQUESTS put @non_atomic_requests above @idempotent_view or @api_view, on a class of views "
                     'as method_decorator(non_atomic_requests, name="dispatch").'
                 )
+
+
+class _Call(Exchange):
+    """One call of a view: ``seen`` is the request that it gets, ``request`` Django's own that may be within."""
+
+    #: The view of Django REST framework that handles the request, ``None`` of any other kind.
+    rest: Any = None
+    over_limits = OVER_LIMITS
+    refuse_transactions = staticmethod(refuse_open_transactions)
+
+    def __init__(
+        self,
+        decorated: _DecoratedView,
+        view: ViewFunction,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(decorated.guard)
+        self.view, self.guards, self.args, self.kwargs = view, decorated.guards, args, kwargs
+        self.at = at = 0 if hasattr(args[0], "META") else 1  # of a method
+        self.seen = seen = args[at]
+        self.given = (seen,)
+        self.request = request = getattr(seen, "_request", seen)
+        self.environ = request.META
+        if not isinstance(request, WSGIRequest):
+            self.settle_seconds = inf
+        self.receive = partial(receive, request, self.options)
+        self.caller = partial(caller_scope, seen, self.options)
+        self.body_form = partial(body_form, request)
+        request.idempotency_key, request.idempotency_options = None, self.options
+        if request is not seen:
+            view_of_rest = (getattr(seen, "parser_context", None) or {}).get("view")
+            self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
+
+    def serve(self) -> Any:
+        """Answer the request; what a view returned that is not guarded is for its framework to finish."""
+        found = super().serve()
+        response = response_of(found) if isinstance(found, Answer) else found
+        return response if self.rest is None else self._finished(response)
+
+    def target(self) -> tuple[str, str, dict[str, list[str]] | None]:
+        request = self.request
+        query = dict(request.GET.lists()) if request.META.get("QUERY_STRING") else None
+        return str(request.method), request.path_info, query
+
+    def run_unguarded(self) -> Any:
+        """Call the view, in a transaction if it is atomic; Django REST framework finishes its response."""
+        if self.guards and self.options.atomic:
+            return self.answer()
+        self.rest = None
+        self.request.idempotency_key = self.raw_key
+        return self.view(*self.args, **self.kwargs)
+
+    def respond(self) -> Stored:
+        """Call the view, and finish its response: its bytes are stored."""
+        if not self.options.atomic:  # else its own transaction is open by now
+            refuse_open_transactions()
+        self.request.idempotency_key = self.raw_key
+        returned = self.view(*self.args, **self.kwargs)
+        if self.rest is not None:
+            returned = self.rest.finalize_response(self.seen, returned, **self.kwargs)
+        if not isinstance(returned, HttpResponseBase):
+            refuse_returned(returned, self.guard.name)
+        if not getattr(returned, "is_rendered", True):
+            returned = returned.render()  # type: ignore[attr-defined]  # of a template
+        return self.kept(returned, parts_of(returned))
+
+    def refusal(self, authorize: RequestFunction) -> HttpResponseBase | None:
+        """Ask about the request and the URL's arguments."""
+        found = authorize(*self.args[self.at :], **self.kwargs)
+        if isinstance(found, HttpResponseBase):
+            return found
+        if found is not True:  # for example a coroutine
+            raise PermissionDenied
+        return None
+
+    def _finished(self, response: HttpResponseBase) -> HttpResponseBase:
+        """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
+        finalize = self.rest.finalize_response
+        self.rest.finalize_response = lambda request, made, *args, **kwargs: (
+            made if made is response else finalize(request, made, *args, **kwargs)
+        )
+        return response
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
+
+    Django cancels a coroutine when its client hangs up. Between an effect and its record that would release the key,
+    and the next attempt would charge once more. It closes the thread of the request with the request, so that nobody
+    may leave before the work is done.
+    """
+    contexts: list[Context] = []
+
+    async def whole() -> T:
+        try:
+            return await work
+        finally:
+            contexts.append(copy_context())
+
+    task, cancelled = asyncio.ensure_future(whole()), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:  # noqa: PERF203  it may come more than once
+            cancelled = error
+    # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
+    here = copy_context()
+    for variable, value in (item for context in contexts for item in context.items()):
+        if variable not in here or here[variable] is not value:
+            variable.set(value)
+    if cancelled is not None:
+        raise cancelled  # asyncio logs the exception of a task that nobody asks for it
+    return task.result()
