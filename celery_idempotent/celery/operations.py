@@ -71,8 +71,8 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
     "complete": Meaning(
         "completed",
         "settles the record COMPLETED with the value that you give: nothing runs, and callers get that value.",
-        "only an unfinished or FAILED record of a task of this app can be completed: forget a COMPLETED one first.",
-        frozenset(State) - {State.COMPLETED},  # whose value somebody may have got
+        "only a record of a task of this app can be completed.",
+        frozenset(State),
         State.COMPLETED,
     ),
     "fail": Meaning(
@@ -108,7 +108,8 @@ class Outcome(enum.Enum):
 class OperationRequest:
     """An operation, by ``who`` (default: this process), and why.
 
-    ``force``: also on a live owner; :exc:`ValueError` without a reason. ``value``: for complete, as stored.
+    ``force``: also on a live owner, or to replace an end that callers may have got; :exc:`ValueError` without a reason.
+    ``value``: for complete, as stored.
     """
 
     operation: Operation
@@ -120,7 +121,13 @@ class OperationRequest:
 
     def __post_init__(self) -> None:
         if self.force and not self.reason:
-            raise ValueError("to take a key away from a live owner, say why: give a reason.")
+            raise ValueError("to force it, say why: give a reason.")
+
+    def check(self, record: Record) -> None:
+        """Raise :exc:`ValueError` if this would replace how a record ended without being forced."""
+        if self.operation == "complete" and record.state.settled and not self.force:
+            end = f"it is {record.state.value}, and callers may have got that"
+            raise ValueError(f"{end}: to replace it, force it and give a reason.")
 
     @property
     def note(self) -> str:
@@ -166,7 +173,8 @@ def operate(
 
     Raises:
         StoreUnavailable: if the store did not answer; the operation may have been done.
-        ValueError: for a value with an operation that takes none, or no value to complete with.
+        ValueError: for a value with an operation that takes none, no value to complete with, or an end that it would
+            replace unforced.
     """
     if (request.operation == "complete") is (request.value is None):
         raise ValueError("complete needs a value, and no other operation takes one")
@@ -176,6 +184,7 @@ def operate(
         return Outcome.CHANGED
     if not OPERATIONS[request.operation].applies(record):
         return Outcome.CHANGED
+    request.check(record)
     live = is_live(record, store.now_ms())
     if live and not request.force:
         return Outcome.LIVE

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pprint
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
-from celery_idempotent.celery.definition import Definition, definition_of
+from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.finding import task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
 from celery_idempotent.celery.republish import redelivery_timeout
@@ -279,28 +280,45 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         future=[sentence for sentence, holds in future.items() if holds],
         live=live,
         choices={
-            each: f"{OPERATIONS[each].effect} {_risk(each, record, live, definition)}"
+            each: f"{OPERATIONS[each].effect} {risks(app, each, [record], now_ms)[0]}"
             for each in offered(app, record)
         },
     )
 
 
-def _risk(operation: Operation, record: Record, live: bool, definition: Definition | None) -> str:
-    """Return what may happen a second time, or what callers do not learn."""
-    state, took_effect = record.state, "It TOOK EFFECT" if definition else "If it TOOK EFFECT"
-    queued, atomic = state is State.QUEUED, definition and definition.policy.atomic
-    rolled_back = atomic and state is not State.PROCESSING
-    risks = {
-        "Its owner is not stopped: its result is dropped, and what it does may be done twice.": live,
-        "Check the outside system first.": operation == "complete",
-        "If it took effect before, callers do not learn its result.": operation == "fail",
-        f"{took_effect}: the next call does it a second time.": state is State.COMPLETED,
-        "If its message still comes, it runs; a further call may then run as well.": queued,
-        "What it wrote to the database was rolled back. What it did elsewhere may be done twice.": rolled_back,
-        "What it did before it failed or was lost may be done twice: check the outside system first.": True,
+def risks(
+    app: AnyCelery, operation: Operation, records: Sequence[Record], now_ms: int
+) -> list[str]:
+    """Return what may happen a second time, or what callers do not learn, with the number of records for each."""
+    counts = Counter(_risk(app, operation, each, is_live(each, now_ms)) for each in records)
+    return [
+        f"{'It' if len(records) == 1 else f'{number:,}'} {risk}"
+        for risk, number in counts.most_common()
+    ]
+
+
+def _risk(app: AnyCelery, operation: Operation, record: Record, live: bool) -> str:
+    """Return the risk of one record, after "It" or a number."""
+    state, definition = record.state, definition_of(app, record.identity.namespace, load=True)
+    rolled_back = definition and definition.policy.atomic and state is not State.PROCESSING
+    old = "error" if state is State.FAILED else "value"
+    kept = f"callers may have got the old {old}, and Celery's result backend keeps it"
+    found = {
+        "had a live owner, which is not stopped: its result is dropped, and what it does may be done twice.": live,
+        f"ended before: {kept}.": operation == "complete" and state.settled,
+        "may have taken effect or not: check the outside system first.": operation == "complete",
+        "may have taken effect: then callers do not learn its result.": operation == "fail",
+        f"{'TOOK EFFECT' if definition else 'may have taken effect'}: the next call does it a second time.": (
+            state is State.COMPLETED
+        ),
+        "waited: if its message still comes, it runs; a further call may then run as well.": (
+            state is State.QUEUED
+        ),
+        "was rolled back in the database: what it did elsewhere may be done twice.": rolled_back,
+        "may have run in part: what it did may be done twice. Check the outside system first.": True,
     }
     again = " Its steps are done again as well."
-    return _first(risks) + (again if operation == "forget" and record.steps and not live else "")
+    return _first(found) + (again if operation == "forget" and record.steps and not live else "")
 
 
 def _first(texts: Mapping[str, object]) -> str:

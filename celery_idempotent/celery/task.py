@@ -289,10 +289,10 @@ class IdempotentTask(DefinedTask):
     def idempotency_complete(
         self, key: object, value: object, *, scope: object = None, **how: Unpack[How]
     ) -> bool:
-        """Settle an unfinished or failed key of this task as COMPLETED: callers get ``value``.
+        """Settle a key of this task as COMPLETED: callers get ``value``. To replace an end, force it with a reason.
 
         Raises:
-            ValueError: if the task's serializer cannot write the value, or it is too large.
+            ValueError: if it replaces an end unforced, or the value cannot be written or is too large.
         """
         stored = self._defined().codec.dump_given(value)
         return self._operate(OperationRequest("complete", value=stored, **how), key, scope)

@@ -333,7 +333,7 @@ _REQUEST = [
         metavar="NAME",
         help="Who does it. Default: this machine's account.",
     ),
-    _flag(["--force"], help="Also change records with a live owner; needs a --reason."),
+    _flag(["--force"], help="Also with a live owner, or to replace an end; needs a --reason."),
     _flag(["--yes", "-y"], help="Do not ask."),
 ]
 
@@ -365,26 +365,27 @@ def _operate(app: Celery, operation: Operation, **options: Any) -> None:
     """Operate on one KEY, or on all that are selected."""
     given = SimpleNamespace(**{"all": False, "dry_run": False, "value": ""} | options)
     narrow = {name: options.get(name) for name in ("key", "state", "since", "before")}
+    where = {"task": given.task, "scope": given.scope}
     is_one = given.one is not None
     if given.all is is_one or (is_one and (given.dry_run or any(narrow.values()))):
         raise click.UsageError("Give a KEY, with --task and --scope, or --all and a selection.")
+    if given.all and given.yes and not any((narrow | where).values()):
+        raise click.UsageError("With --yes nobody is asked: give --all a selection.")
     try:
         request = OperationRequest(operation, who=given.who, reason=given.reason, force=given.force)
-        store, effect = get_store(app), ""
+        store = get_store(app)
         if is_one:
-            where = {"task": given.task, "scope": given.scope}
             records = [_find(app, given.one, **where, elsewhere=False)[0]]
-            told = story.tell_story(app, store, records[0])
-            effect = told.choices.get(operation, "")
-            _note(told.headline)
+            _note(story.tell_story(app, store, records[0]).headline)
+            request.check(records[0])
         else:
-            selection = _selection(app, task=given.task, scope=given.scope, **narrow)
+            selection = _selection(app, **where, **narrow)
             page = finding.look(store, selection, enough=given.limit)
             if page.cursor or len(page.records) > given.limit:
                 _note(f"There may be more than {given.limit:,}: run it again for the rest.")
             found = [each.identity for each in page.records[: given.limit]]
             records = finding.read_whole(store, found)  # lists leave out whether there is a message
-        chosen = _preview(app, request, records, effect)
+        chosen = _preview(app, request, records)
         if given.value and chosen:
             stored = story.value_from_json(app, chosen[0].identity, given.value)
             request = replace(request, value=stored)
@@ -408,10 +409,8 @@ def _operate(app: Celery, operation: Operation, **options: Any) -> None:
     _execute(app, request, chosen, left=len(records) - len(chosen))
 
 
-def _preview(
-    app: Celery, request: OperationRequest, records: Sequence[Record], effect: str
-) -> list[Record]:
-    """Write what would be done to which of the records, and return these; ``effect``: on a single one."""
+def _preview(app: Celery, request: OperationRequest, records: Sequence[Record]) -> list[Record]:
+    """Write what would be done to which of the records, with the risks, and return these."""
     operation, now_ms = request.operation, get_store(app).now_ms()
     meaning, done = OPERATIONS[operation], ("apply", "held") if request.force else ("apply",)
     verdicts = [(operations.verdict(app, operation, each, now_ms), each) for each in records]
@@ -419,7 +418,9 @@ def _preview(
     found = pluralize(len(records), "record")
     _note(f"{len(records):,} {found} found; {len(chosen):,} to be {meaning.done}.")
     if chosen:
-        _note(f"{operation} {effect or meaning.effect}")
+        _note(f"{operation} {meaning.effect}")
+        for risk in story.risks(app, operation, chosen, now_ms):
+            _note(f"  {risk}")
         _write_records(app, chosen[:5], now_ms, err=True)
     why = {"held": "its owner is live (--force, with a --reason).", "skip": meaning.refusal}
     for word, count in Counter(word for word, _ in verdicts if word not in done).items():

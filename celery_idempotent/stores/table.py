@@ -139,8 +139,10 @@ TABLE: tuple[Rule, ...] = (
     Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
-    # An operator ends a failure in another way.
-    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
+    # An operator replaces the end. The callbacks of a success are not sent again.
+    Rule("settle", (State.FAILED,), "seen in this state", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
+    Rule("settle", (State.COMPLETED,), "seen in this state", "settled", "as asked",
+         (*ENDED_BY_OPERATOR, "delivered"), life="anew"),
     # A run that a sweep gave up has come back.
     Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", ENDS, "", "settled"),
@@ -307,7 +309,7 @@ _CONDITIONS: dict[str, Condition] = {
     # At that millisecond it is over.
     "before its deadline": lambda s, _, now_ms: (s.record.deadline_ms or 0) > now_ms,
     "no token given": lambda _, a, __: a.token is None,
-    "seen as FAILED": lambda _, a, __: a.state is State.FAILED,
+    "seen in this state": lambda s, a, _: a.state is s.record.state,
     "not swept": lambda s, *_: not s.record.swept,
     "swept": lambda s, *_: s.record.swept,
     "may be restored": lambda _, a, __: a.restore,

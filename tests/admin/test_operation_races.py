@@ -97,6 +97,7 @@ MEANWHILE: dict[tuple[str, str], tuple[Callable[[Store, Record], None], ...]] = 
     ("complete", "INTERRUPTED"): (requeued,),
     ("complete", "STALE"): (claimed, completed, failed),
     ("complete", "FAILED"): (anew,),
+    ("complete", "COMPLETED"): (anew,),
     ("fail", "QUEUED"): (claimed, released, completed, outlived),
     ("fail", "INTERRUPTED"): (claimed, released, requeued),
     ("fail", "STALE"): (claimed, released, completed, failed, requeued),
@@ -137,7 +138,7 @@ def test_what_happens_between_look_and_write_stays(
     after: list[Record | None] = []
     monkeypatch.setattr(store, "get", looked)
     given = value("17") if operation == "complete" else None
-    request = OperationRequest(operation, value=given)
+    request = OperationRequest(operation, value=given, force=True, reason="wrong")
     outcome = operate(app, KEY, request, token=seen.token, state=seen.state)
     assert outcome is Outcome.CHANGED
     assert [store.get(KEY)] == after

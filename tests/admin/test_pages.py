@@ -397,7 +397,7 @@ def test_the_page_of_a_record_leads_to_others_and_marks_what_may_repeat_an_effec
     page: Any = operator.get(address(about))
     links = re.findall(rf'href="({LIST}\?(\w+)=[^"]+)"', page.content.decode())
     assert {name: keys(operator.get(link)) for link, name in links} == LINKS
-    assert page.context_data["operations"] == [("forget", True)]
+    assert page.context_data["operations"] == [("complete", True), ("forget", True)]
     claim(memory, "lost", lease_ms=1)
     ran = {"release": True, "complete": False, "fail": False, "forget": True}
     assert dict(operator.get(address("lost")).context_data["operations"]) == ran  # type: ignore[index]

@@ -103,7 +103,7 @@ def test_several_records_are_operated_on_after_one_question(open_as: OpenAs, sto
     page.locator("form.idem-operation").evaluate("form => form.noValidate = true")
     page.get_by_role("button", name="Yes, release them").click()
     expect(page.get_by_role("alert")).to_contain_text("Please correct")
-    expect(page.get_by_text("To take a key away from a live owner, say why.")).to_be_visible()
+    expect(page.get_by_text("To force it, say why.")).to_be_visible()
     page.get_by_label("Reason").fill("its host is gone")
     page.get_by_role("button", name="Yes, release them").click()
     expect(page.locator(".messagelist")).to_contain_text("Released: 2 of 2.")

@@ -92,7 +92,7 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "the same task id": ({"task_id": TASK_ID}, {}),
     "before its deadline": ({}, {"late": True}),
     "before its deadline, no token given": ({"token": None}, {"late": True, "token": None}),
-    "seen as FAILED": ({"restore": False}, {}),
+    "seen in this state": ({"restore": False}, {}),
     "not swept": ({}, {"swept": True}),
     "swept": ({"swept": True}, {}),
     "swept, may be restored": ({"swept": True}, {}),

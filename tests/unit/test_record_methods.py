@@ -88,15 +88,19 @@ class TestComplete:
         assert task.idempotency_fail("paid", who="bob", reason="gave up")
         with pytest.raises(FailedByOperator):
             answer(task, "paid")
-        assert task.idempotency_complete("paid", 17, who="alice")
+        why = {"who": "alice", "reason": "the bank has it"}
+        assert task.idempotency_complete("paid", 17, **why, force=True)
         assert answer(task, "paid") == 17
-        assert task.idempotency_record("paid").note == "complete by alice"
+        assert task.idempotency_record("paid").note == "complete by alice: the bank has it"
 
-    def test_what_is_completed_stays_as_it_is(self, store, task):
+    def test_what_is_completed_stays_as_it_is_unless_forced(self, store, task):
         assert answer(task, "done") == 0
-        assert task.idempotency_complete("done", 17) is False
+        with pytest.raises(ValueError, match="callers may have got"):
+            task.idempotency_complete("done", 17)
         assert task.idempotency_complete("nothing", 17) is False
         assert answer(task, "done") == 0
+        assert task.idempotency_complete("done", 17, force=True, reason="typo")
+        assert answer(task, "done") == 17
 
     @pytest.mark.parametrize(
         ("value", "problem"), [(object(), "cannot be written"), ("x" * 1001, "1,000 are allowed")]

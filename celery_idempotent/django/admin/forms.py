@@ -12,7 +12,7 @@ from celery_idempotent.celery.operations import Operation
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.records import Identity, Selection, State, Stored
+from celery_idempotent.records import Record, Selection, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -69,7 +69,7 @@ class FilterForm(forms.Form):
 
 
 class OperationForm(forms.Form):
-    """The question about an operation: ``value`` only to complete, ``force`` only if a record has a live owner."""
+    """The question about an operation: ``value`` only to complete, ``force`` only for a live owner or another end."""
 
     value = forms.CharField(label="Value, in JSON", widget=forms.Textarea(attrs={"rows": 3}))
     force = forms.BooleanField(required=False, label="Also if the owner is live")
@@ -78,11 +78,14 @@ class OperationForm(forms.Form):
     )
 
     def __init__(
-        self, operation: Operation, identity: Identity, data: QueryDict | None = None, *, live: bool
+        self, operation: Operation, seen: Record, data: QueryDict | None = None, *, live: bool
     ) -> None:
         super().__init__(data)
-        self._identity = identity
-        for name, wanted in {"value": operation == "complete", "force": live}.items():
+        self._identity = seen.identity
+        if replaces := operation == "complete" and seen.state.settled:
+            force = self.fields["force"]
+            force.required, force.label = True, "Replace how it ended"
+        for name, wanted in {"value": operation == "complete", "force": live or replaces}.items():
             if not wanted:
                 del self.fields[name]
 
@@ -96,6 +99,6 @@ class OperationForm(forms.Form):
     def clean(self) -> dict[str, object]:
         """Refuse to force without a reason."""
         given: dict[str, object] = super().clean() or {}
-        if given["force"] and not given.get("reason") and not self.has_error("reason"):
-            self.add_error("reason", "To take a key away from a live owner, say why.")
+        if given.get("force") and not given.get("reason") and not self.has_error("reason"):
+            self.add_error("reason", "To force it, say why.")
         return given

@@ -313,7 +313,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return _back_with(request, back, f"Select at most {most} records.")
         if not post.get("confirmed"):
             return self._question(request, operation, marks, back)
-        form = OperationForm(operation, marks[0].identity, post, live=True)
+        form = OperationForm(operation, marks[0], post, live=True)
         if not form.is_valid():
             return self._question(request, operation, marks, back, form)
         _execute(request, operation, marks, form.cleaned_data)
@@ -334,14 +334,12 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         apply, held, skip = ([row for row in rows if row.verdict == each] for each in _VERDICTS)
         if len(rows) == len(skip) == 1:
             return _back_with(request, back, f"Nothing was done. {rows[0].text}")
-        effect = OPERATIONS[operation].effect
-        if len(rows) == len(apply) == 1:
-            told = story.tell_story(app, get_store(app), apply[0].record, errors=False)
-            effect = told.choices.get(operation, effect)  # with the risk of this record
+        chosen = [row.record for row in (*apply, *held)]
         context = {
             "title": f"{operation.capitalize()}: are you sure?",
             "operation": operation,
-            "effect": effect,
+            "effect": OPERATIONS[operation].effect,
+            "risks": story.risks(app, operation, chosen, now_ms),
             "back": back,
             "rows": [*apply, *held, *skip],
             "doing": len(apply),
@@ -349,7 +347,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "dangerous": any(_is_dangerous(operation, row.record) for row in apply),
             "left": len(skip),
             "one": len(rows) == 1,
-            "form": form or OperationForm(operation, marks[0].identity, live=bool(held)),
+            "form": form or OperationForm(operation, marks[0], live=bool(held)),
         }
         return self._render(request, "operation", context, status=400 if form else 200)
 
@@ -439,9 +437,10 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
 
 
 def _is_dangerous(operation: Operation, record: Record) -> bool:
-    """Can the operation repeat work that may have taken effect?"""
+    """Can the operation repeat work that may have taken effect, or replace how it ended?"""
     leaves = OPERATIONS[operation].leaves
-    return record.state is not State.QUEUED and (leaves is None or not leaves.settled)
+    repeats = record.state is not State.QUEUED and (leaves is None or not leaves.settled)
+    return repeats or record.state.settled
 
 
 def _why(app: Celery, record: Record, *, errors: bool) -> str:
