@@ -1,11 +1,11 @@
-"""Finding records: by a key as people type it, by the id of a task, by a selection.
+"""Finding records: by a key as people type it, by the id of a task, by a selection; and what Celery knows of a task.
 
 ::
 
     order-17            the key "order-17" without a scope, in each namespace of the app; then, by a scan, everywhere
     17                  the keys 17 (a number) and "17" (a text)
     --scope "user 3"    requests of the user with this primary key
-    4ce1…               the key of a call without one; else the task id of an unfinished or failed record
+    4ce1…               the key of a call without one; else the task id of a record
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.definition import definition_of, definitions
 from celery_idempotent.errors import InvalidKey
@@ -35,6 +36,9 @@ STATES = ("any", "live", "stale", *State.__members__)
 
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
+
+#: The most steps of a chain that are walked back.
+LONGEST_CHAIN = 20
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
@@ -63,21 +67,55 @@ def look(
             return replace(page, records=tuple(found.values()), looked_at=looked_at)
 
 
-def find(store: Store, text: str, selection: Selection, namespaces: Iterable[str]) -> list[Record]:
-    """Return the records with this key; if there are none, the unfinished and failed ones of this task id."""
+def find(
+    app: AnyCelery, store: Store, text: str, selection: Selection, namespaces: Iterable[str]
+) -> list[Record]:
+    """Return the records with this key; if there are none, those of this task id that a scan is not needed for."""
+    spaces = [selection.namespace] if selection.namespace else [*namespaces]
+    scopes = [*selection.scopes] or [""]
     every = [
         Identity(namespace=namespace, scope=scope, key=key)
-        for namespace in ([selection.namespace] if selection.namespace else namespaces)
-        for scope in selection.scopes or [""]
-        for key in spellings(text)
+        for namespace, scope, key in product(spaces, scopes, spellings(text))
     ]
     if found := read_whole(store, every):
         return found
-    indexed = replace(
-        selection, keys=frozenset(), states=UNFINISHED_AND_FAILED, live=False, stale=False
-    )
-    page = look(store, indexed, limit=LOOK_AT, task_id=text, enough=1, seconds=FIND_SECONDS)
+    told = read_whole(store, _told_by_celery(app, text, spaces))
+    unfinished = replace(selection, states=UNFINISHED_AND_FAILED)
+    return [each for each in told if each.task_id == text] or find_task(store, text, unfinished)
+
+
+def find_task(
+    store: Store, task_id: str, selection: Selection, *, seconds: float = FIND_SECONDS
+) -> list[Record]:
+    """Return a record of this task id, by a scan of so many ``seconds``."""
+    every = replace(selection, keys=frozenset(), live=False, stale=False)
+    page = look(store, every, limit=LOOK_AT, task_id=task_id, enough=1, seconds=seconds)
     return read_whole(store, [each.identity for each in page.records])
+
+
+def celery_meta(app: AnyCelery, task_id: str) -> Mapping[str, Any]:
+    """Return what the result backend has about a task, PENDING if nothing; empty if it cannot be asked."""
+    with contextlib.suppress(Exception):  # it fails in its own ways, or there is none
+        meta: Mapping[str, Any] = app.backend.get_task_meta(task_id, cache=False)
+        return meta
+    return {}
+
+
+def _told_by_celery(app: AnyCelery, task_id: str, namespaces: Iterable[str]) -> Iterator[Identity]:
+    """Yield the identities that a task can have by what the result backend knows."""
+    meta = celery_meta(app, task_id)
+    for definition in definitions(app, load=True):
+        if definition.name == meta.get("name"):  # result_extended
+            with contextlib.suppress(Exception):  # of the task's own functions
+                call = definition.identify(meta["args"], meta["kwargs"], task_id=task_id)
+                yield call.identity
+    # The last step of a chain has the id of the first one in its stamp.
+    for _ in range(LONGEST_CHAIN):
+        if not (parent_id := meta.get("parent_id")):
+            return
+        for namespace in namespaces:
+            yield Identity(namespace=namespace, key=task_id_key(f"{task_id}/{parent_id}"))
+        meta = celery_meta(app, parent_id)
 
 
 def namespaces(app: AnyCelery) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.definition import definition_of
-from celery_idempotent.celery.finding import task_name
+from celery_idempotent.celery.finding import celery_meta, task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
 from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
@@ -60,6 +60,7 @@ def show_value(app: AnyCelery, record: Record) -> str:
         if isinstance(value, BaseException):
             value = f"{type(value).__name__}: {value}"
         text = value if isinstance(value, str) else pprint.pformat(value, width=100)
+        text = text if record.state.settled else json.dumps(value)  # as complete takes it
     except IdempotencyError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001  a stored value may raise anything when it is read
@@ -69,6 +70,9 @@ def show_value(app: AnyCelery, record: Record) -> str:
 
 def _load(app: AnyCelery, record: Record) -> object:
     if record.value is None or record.replaced:
+        meta = {} if record.state is State.FAILED else celery_meta(app, record.task_id)
+        if meta.get("status") == "SUCCESS":
+            return meta["result"]
         raise ResultUnavailable("It was not kept in the record.")
     if record.value.content_type == HTTP:
         return record.value.body.decode(errors="replace")
@@ -165,19 +169,28 @@ class Story:
         return {title: sentences for title, sentences in found.items() if sentences}
 
 
-def tell_absence(what: str) -> Story:
-    """Return sentences about what a missing record can mean."""
-    return Story(
-        headline=f"There is no record of {what}. The workers' logs say why.",
-        past=(
-            "It was never called, or its message is still in the queue: a run claims its key when it starts.",
-            "It was called under another key or in another scope.",
-            "Its run failed, and released the key: a retry or the next call runs.",
-            "It was done longer ago than its retention: the next call runs.",
-            "An operator released or forgot it: the next call runs.",
-            "The store lost it (a flush, an eviction, a restart without persistence): run the checks.",
-            "A task id finds only unfinished and failed records: a completed one is found by its key.",
+def tell_absence(app: AnyCelery, text: str, where: str = "") -> Story:
+    """Return sentences about what it can mean that no record was found by a key or a task id."""
+    status = celery_meta(app, text).get("status", "PENDING")
+    ran = (
+        "it ran, or got the result of an earlier call with its key."
+        if status == "SUCCESS"
+        else "see its log."
+    )
+    past = {
+        f"Celery has {status} for this task id: {ran}": status != "PENDING",
+        "It was never called, or its message is still in the queue: a run claims its key when it starts.": (
+            status == "PENDING"
         ),
+        "It was called under another key or in another scope.": True,
+        "Its run failed, and released the key: a retry or the next call runs.": status != "SUCCESS",
+        "It was done longer ago than its retention: the next call runs.": True,
+        "An operator released or forgot it: the next call runs.": True,
+        "The store lost it (a flush, an eviction, a restart without persistence): run the checks.": True,
+    }
+    return Story(
+        headline=f"No record has this key or task id: {text}{where}. The workers' logs say why.",
+        past=[sentence for sentence, holds in past.items() if holds],
     )
 
 
@@ -212,7 +225,8 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     publisher = "the next call" if record.message is None else "a sweep"
     conflict = policy.on_conflict
     crashes = record.crashes + stale  # as the next claim counts them
-    lost = "its worker was lost" if crashes else "its run ended after some steps"
+    lost = "its lease ended without a result" if crashes else "its run ended after some steps"
+    status = celery_meta(app, record.task_id).get("status", "") if stale or interrupted else ""
     claims = {
         "runs it": not crashes,
         "settles it FAILED (ProcessingTimedOut)": policy.on_stale == "fail",
@@ -254,22 +268,28 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     last = "" if named else f"; {holder} had it last"
     past = {
         f"First claimed or reserved {at(record.created_ms)}.": is_old,
-        f"Claims so far: {record.attempts}; lost workers: {record.crashes}.": again,
+        f"Claims so far: {record.attempts}; leases without a result: {record.crashes}.": again,
         f"{state.value} since {at(record.updated_ms)}{last}.": True,
         "Its callbacks (links, chain, chord) were sent.": record.delivered,
         f"Steps done, which are not repeated: {steps}.": steps,
         f"Last operation: {record.note}.": record.note,
+        "Celery has no result of its task: ask the outside system what it did.": status
+        == "PENDING",
+        "Celery has SUCCESS for its task: complete it with that result.": status == "SUCCESS",
+        f"Celery has {status} for its task.": status not in ("", "PENDING", "SUCCESS"),
     }
     future = {
         "It runs when a worker takes its message: check that a worker listens to its queue.": queued,
         f"From {deadline} on {publisher} publishes its message again, under the same task id.": queued,
         f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live,
         f"A duplicate meanwhile follows idempotency_on_conflict={conflict!r}.": live and known,
-        f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store.": stale,
+        f"Its lease ran out {deadline}: its worker died, hangs, or did not reach the store.": stale,
         f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
         f"A delivery or call before that claims it at once, and {claimed}.": stale,
         f"The next delivery or call claims it, and {claimed}.": interrupted,
-        f"The broker delivers its message again {redelivered}.": stale or (crashes and interrupted),
+        f"If its worker was lost, the broker delivers its message again {redelivered}.": (
+            stale or (crashes and interrupted)
+        ),
         f"Kept until {until}, by the options of its task.": state.settled and known,
         f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.settled,
     }

@@ -230,8 +230,8 @@ def _list(app: Celery, limit: int, **given: Any) -> None:
 def _show(app: Celery, key: str, value: bool, **given: Any) -> None:
     """Explain the record of a KEY: what happened, what happens next, what can be done.
 
-    Without --scope, every scope is searched for KEY, for ten seconds at most. KEY may also be the task id of an
-    unfinished or failed record. --json has every field of the record.
+    Without --scope, every scope is searched for KEY, and then for a task with this id, for ten seconds each at most.
+    --json has every field of the record.
     """
     record, others = _find(app, key, **given)
     store = get_store(app)
@@ -271,7 +271,7 @@ def _find(
     if not text:
         raise click.UsageError("KEY is empty.")
     named, store = _selection(app, task=task, scope=scope, key=text), get_store(app)
-    meant = finding.find(store, text, named, finding.namespaces(app))
+    meant = finding.find(app, store, text, named, finding.namespaces(app))
     others: list[Record] = []
     # Every namespace: that of a Django view is known only once its module is imported.
     if not meant or (not scope and elsewhere and len(meant) == 1):
@@ -283,14 +283,16 @@ def _find(
         others = [each for each in page.records if each.identity not in known]
         if not meant and len(others) == 1:
             meant, others = finding.read_whole(store, [others[0].identity]), []
+    if not meant and not others:
+        meant = finding.find_task(store, text, named, seconds=SCAN_SECONDS)
     if len(meant) == 1:
         return meant[0], others
     if several := [*meant, *others]:
         _note(f"{text} is a key of {len(several)} records: select one by --task or --scope.")
         _write_records(app, several, store.now_ms())
     else:
-        where = f"{task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
-        _write_story(story.tell_absence(f"{text} in {where}"))
+        where = f" in {task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
+        _write_story(story.tell_absence(app, text, where))
     raise Exit(FOUND)
 
 

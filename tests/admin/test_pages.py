@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote as url_quote
@@ -90,7 +91,10 @@ def test_the_list_says_why_records_failed_to_those_who_may_see_results(
         rows = browser.get(LIST).context_data["rows"]  # type: ignore[index]
         return {row.record.identity.key: row.why for row in rows if row.why}
 
-    permitted = {"lost": "Its worker was lost.", "half": "Its run ended after some steps."}
+    permitted = {
+        "lost": "Its lease ended without a result.",
+        "half": "Its run ended after some steps.",
+    }
     assert reasons(log_in("view_idempotencyrecord")) == permitted
     permitted |= {"failed": "Declined: no funds", "without": "It was not kept in the record."}
     assert reasons(operator) == permitted
@@ -112,7 +116,7 @@ def test_a_list_says_how_many_there_are_or_that_it_does_not_know(
     )
 
 
-def test_a_task_id_finds_what_its_task_left_unfinished_or_failed(
+def test_a_task_id_finds_the_record_of_its_task(
     store: Store, serve: Serve, operator: Client
 ) -> None:
     serve(store)
@@ -122,14 +126,13 @@ def test_a_task_id_finds_what_its_task_left_unfinished_or_failed(
         crashed = claim(store, "crashed", task_id=task_id)
         store.interrupt(crashed.identity, token=crashed.token)
     settle(store, claim(store, "done", task_id="id-of-done"))
-    for key in ("live", "failed", "crashed"):
+    for key in ("live", "failed", "crashed", "done"):
         about = {"key": f"id-of-{key}"}
         assert keys(operator.get(LIST, about)) == {key}
         assert keys(operator.get(LIST, {**about, "task": "shop.ship"})) == set()
-    # No store has an index of task ids: the page says so.
-    answer = operator.get(LIST, {"key": "id-of-done"})
+    answer = operator.get(LIST, {"key": "id-of-none"})
     assert keys(answer) == set()
-    assert "a completed one is found by its key" in text(answer)
+    assert "No record has this key or task id: id-of-none" in text(answer)
 
 
 def test_a_record_page_shows_what_the_record_knows(
@@ -164,6 +167,18 @@ def test_a_result_is_for_those_who_may_see_it_and_is_no_markup(
     page = log_in("view_idempotencyrecord").get(address("a")).content.decode()
     assert "alert" not in page
     assert "You have no permission to see it." in page
+
+
+def test_what_celery_has_of_a_run_that_was_not_recorded_is_shown(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    app, task_id = serve(memory), str(uuid.uuid4())
+    record = claim(memory, "a", task_id=task_id)
+    memory.interrupt(record.identity, token=record.token)
+    app.backend.store_result(task_id, {"charge": "ch_17"}, "SUCCESS")
+    page = text(operator.get(address("a")))
+    assert "Celery has SUCCESS for its task: complete it with that result." in page
+    assert '{"charge": "ch_17"}' in page
 
 
 def test_names_are_no_markup(memory: Store, serve: Serve, operator: Client) -> None:

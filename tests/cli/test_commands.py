@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -159,7 +160,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
     [
         ("running", ["is PROCESSING", "(worker-3.example, pid 4711) runs it", "Its lease ends"]),
         ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
-        ("crashed", ["its worker was lost", "1 of 3 crashes", "Check the outside system first"]),
+        ("crashed", ["lease ended without a result", "1 of 3 crashes", "Check the outside system"]),
         ("done", ["is COMPLETED", "they get its result", "Kept until", "a second time"]),
         (
             "declined",
@@ -187,7 +188,7 @@ def test_explain_knows_that_an_atomic_run_leaves_no_rows(store, run):
     app = make_app(store, idempotency_atomic=True)
     result = CliRunner().invoke(idempotency, ["explain", "lost"], obj=SimpleNamespace(app=app))
     assert "It was rolled back in the database: what it did elsewhere" in result.stdout
-    assert "The broker delivers its message again once the connection" in result.stdout
+    assert "If its worker was lost, the broker delivers its message again once" in result.stdout
 
 
 def test_explain_says_that_a_claim_will_not_run_what_crashed_too_often(store, run):
@@ -242,10 +243,10 @@ HAPPENED: dict[str, tuple[Callable[[MemoryStore], None], list[str]]] = {
     "failed": (_operated("fail"), ["with FailedByOperator", "had it last", "fail by alice: the b"]),
     "requeued": (
         _operated("requeue", on="interrupted"),
-        ["is QUEUED", "lost workers: 1", "requeue by alice: the bank has it"],
+        ["is QUEUED", "leases without a result: 1", "requeue by alice: the bank has it"],
     ),
-    "timed out": (_swept, ["with ProcessingTimedOut", "lost workers: 1"]),
-    "gave up": (_given_up, ["with TooManyCrashes", "lost workers: 4"]),
+    "timed out": (_swept, ["with ProcessingTimedOut", "leases without a result: 1"]),
+    "gave up": (_given_up, ["with TooManyCrashes", "leases without a result: 4"]),
 }
 
 
@@ -265,16 +266,61 @@ def test_explain_says_of_what_is_no_task_of_this_app_that_it_was_answered(store,
     assert "It may have taken effect: the next call" in told
 
 
-def test_explain_finds_an_unfinished_record_by_its_task_id_or_says_what_absence_can_mean(
-    store, run
-):
+def test_a_record_is_found_by_its_task_id_in_every_state(store, run, monkeypatch):
     claim(store, "busy", task_id="t-busy")
-    settle(store, claim(store, "done", task_id="t-done"))
-    assert "busy of shop.charge" in run("explain", "t-busy").stdout
-    without = run("explain", "t-done")
+    settle(store, claim(store, identity("done", scope="acme"), task_id="t-done"))
+    settle(store, claim(store, "@t-last/t-first", task_id="t-last"))  # the last step of a chain
+    for task_id, key in (("t-busy", "busy"), ("t-done", "done"), ("t-last", "@t-last/t-first")):
+        assert f"{key} of shop.charge" in run("explain", task_id).stdout
+    assert run("complete", "t-done", "--value", "17", "--yes").exit_code == 2
+
+
+@pytest.mark.parametrize("known", ["extended", "parent"])
+def test_what_the_result_backend_knows_of_a_task_finds_its_record_without_a_scan(
+    store, run, monkeypatch, known
+):
+    meta: dict[str, Any] = {"status": "SUCCESS", "result": 0, "parent_id": "t-first"}
+    if known == "extended":
+        meta |= {"name": TASK, "args": ["o"], "kwargs": {}}
+    key = {"extended": "o", "parent": "@t-last/t-first"}[known]
+    backend = SimpleNamespace(get_task_meta=lambda i, **_: meta if i == "t-last" else {})
+    monkeypatch.setattr("celery.Celery.backend", backend)
+    monkeypatch.setattr(finding, "find_task", lambda *_, **__: pytest.fail("a scan"))
+    settle(store, claim(store, key, task_id="t-last"))
+    assert f"{key} of shop.charge is COMPLETED" in run("show", "t-last").stdout
+
+
+def test_absence_says_what_it_can_mean_and_what_celery_knows(store, run):
+    task_id = str(uuid.uuid4())
+    without = run("explain", task_id)
     assert without.exit_code == 1
-    for told in ("There is no record of t-done", "never called", "a completed one is found by its"):
+    for told in (f"No record has this key or task id: {task_id}", "never called"):
         assert told in without.stdout
+    make_app(store).backend.store_result(task_id, 17, "SUCCESS")
+    told = run("explain", task_id).stdout
+    assert "Celery has SUCCESS for this task id: it ran" in told
+    assert "never called" not in told
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_a_run_whose_end_was_not_recorded_is_not_told_as_lost_but_by_what_celery_knows(
+    store, run, sweeps
+):
+    """After settle_failed: the worker lives, it acknowledged the message, and its result is in the result backend."""
+    claim(store, "o", lease_ms=-1, task_id=(task_id := str(uuid.uuid4())))
+    if sweeps:
+        sweep.sweep(make_app(store))
+    told = run("show", "o").stdout
+    assert "Celery has no result of its task: ask the outside system" in told
+    assert "its worker was lost" not in told.replace("If its worker was lost", "")
+    assert "worker is dead" not in told
+    make_app(store).backend.store_result(task_id, {"charge": "ch_17"}, "SUCCESS")
+    told = run("show", "o").stdout
+    assert "Celery has SUCCESS for its task: complete it with that result." in told
+    assert "ch_17" not in told
+    value = run("show", "o", "--value").stdout.partition("Value\n")[2]
+    assert run("complete", "o", "--value", value, "--yes").exit_code == 0
+    assert "ch_17" in run("show", "o", "--value").stdout
 
 
 @pytest.mark.parametrize("state", [State.PROCESSING, State.COMPLETED, State.FAILED])

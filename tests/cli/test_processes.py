@@ -63,7 +63,7 @@ def histories(
         ("declined", ["declined of refused is FAILED permanently with Refused"]),
         (
             "t-deadly",
-            ["deadly of killing", "TooManyCrashes", "Claims so far: 5; lost workers: 4"],
+            ["deadly of killing", "TooManyCrashes", "Claims so far: 5; leases without a result: 4"],
         ),
     ],
 )

@@ -230,7 +230,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "rows": rows,
             "more": more,
             "tasks": tasks[:_SUGGESTED],
-            "story": story.tell_absence(chosen["key"]) if is_absent else None,
+            "story": story.tell_absence(app, chosen["key"]) if is_absent else None,
         }
         return self._render(request, "list", context, status=200 if form.is_valid() else 400)
 
@@ -244,12 +244,12 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         if identity is None or record is None:
             missing: dict[str, object] = {
                 "title": "No such record",
-                "story": story.tell_absence(str(identity)) if identity else None,
+                "story": story.tell_absence(app, str(identity)) if identity else None,
                 "log": audit.log_entries(identity) if identity else [],
             }
             return self._render(request, "message", missing, status=404)
         may_see = self._may(request, "view_result")
-        value = story.show_value(app, record) if may_see and record.state.settled else ""
+        value = story.show_value(app, record) if may_see and not record.deadline_ms else ""
         same_key = finding.select(app, {"key": identity.key})
         others = finding.look(store, same_key, seconds=ELSEWHERE_SECONDS)
         elsewhere = [each for each in others.records if each.identity != identity]
@@ -429,7 +429,9 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     )
     records = list(page.records)
     if chosen["key"] and not chosen["cursor"]:
-        records += finding.find(store, chosen["key"], selection, namespaces[:_ASKED])
+        about = store, chosen["key"], selection
+        records += finding.find(app, *about, namespaces[:_ASKED])
+        records = records or finding.find_task(*about, seconds=LOOK_SECONDS)
     others = replace(selection, keys=frozenset())  # a task id is no key
     kept = {each.identity: each for each in records if others.includes(each, page.now_ms)}
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
@@ -446,7 +448,8 @@ def _is_dangerous(operation: Operation, record: Record) -> bool:
 def _why(app: Celery, record: Record, *, errors: bool) -> str:
     """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
     if record.state is State.INTERRUPTED:
-        return "Its worker was lost." if record.crashes else "Its run ended after some steps."
+        lost = "Its lease ended without a result."
+        return lost if record.crashes else "Its run ended after some steps."
     if record.state is not State.FAILED or not errors:
         return ""
     whole = get_store(app).get(record.identity)  # lists leave out values
