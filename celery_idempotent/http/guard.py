@@ -54,7 +54,7 @@ class _NotToKeepError(Exception):
 
 
 class Guard:
-    """Guards one view or application; ``name`` is for people, ``sender`` what signals come from."""
+    """Guards one view or application; ``name`` is for errors, ``sender`` what signals come from."""
 
     def __init__(
         self,
@@ -182,6 +182,7 @@ class Exchange(Run):
             self.identity = requests.http_identity(
                 self.guard.namespace, self.caller(), self.raw_key
             )
+            self.name = self.identity.namespace  # by which records are listed
             self.fingerprint = self.fingerprint_of_request()
             self.task_id = str(uuid.uuid4())
             self.worker = worker_name(os.getpid())
