@@ -75,8 +75,8 @@ def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object
     """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
 
     A missing or malformed key is refused before anything else is checked. Used as :func:`idempotent_view`, whose errors
-    it raises. Of its options, ``key``, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task has the
-    rest.
+    it raises. Of its options, ``key``, ``scope``, ``required``, ``max_request_bytes`` and ``docs_url`` apply; the task
+    has the rest.
     """
     decorate = partial(_decorated, given=options, guards=False)
     return decorate if view is None else decorate(view)
