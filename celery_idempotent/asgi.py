@@ -96,13 +96,15 @@ def _report_failure(work: asyncio.Task[None]) -> None:
         logger.error("idempotency: a request that was cancelled has failed", exc_info=error)
 
 
+async def _drop(_: Message) -> None:
+    """Send nothing: whom it would be for has cancelled the request."""
+
+
 class _Exchange(ServedRequest):
     #: The body, until the application has it.
     unread: bytes | None = None
     #: Has the server a part of the response?
     is_passed = False
-    #: Was the request cancelled, so that nothing is sent any more?
-    is_cancelled = False
     #: The application, once it runs.
     running: asyncio.Future[None] | None = None
     settle_seconds = inf
@@ -129,21 +131,19 @@ class _Exchange(ServedRequest):
                 self.found = await self.found if isawaitable(self.found) else self.found
         except RequestRefused as refused:
             self.response.become(self.refused(refused))
-            await self._pass(more=False)
-            return
+            return await self._pass(more=False)
         if self.raw_key is None:
-            await self.app(self.environ, self._receive, self.send)
-            return
+            return await self.run_unguarded()
         work = self.loop.create_task(self._work())
         self.works.add(work)
         work.add_done_callback(self.works.discard)
         try:
             await asyncio.wait([work])
         except asyncio.CancelledError:
-            self.is_cancelled = True
+            self.send = _drop
             work.add_done_callback(_report_failure)
             raise
-        work.result()
+        return work.result()
 
     async def _work(self) -> None:
         try:
@@ -178,6 +178,9 @@ class _Exchange(ServedRequest):
         self.given = self.environ, self.body
 
     # -- the application -----------------------------------------------------------------------------------------------
+
+    async def run_unguarded(self) -> None:
+        await self.app(self.environ, self._receive, self.send)
 
     def respond(self) -> Stored:
         """Run the application on the event loop, in the context of this thread."""
@@ -226,8 +229,6 @@ class _Exchange(ServedRequest):
         """Pass on to the server what is there of the response."""
         response, is_first, self.is_passed = self.response, not self.is_passed, True
         body = {"type": "http.response.body", "body": response.take(), "more_body": more}
-        if self.is_cancelled:
-            return
         try:
             if is_first:
                 raw = [
@@ -239,5 +240,5 @@ class _Exchange(ServedRequest):
             await self.send(body)
         except Exception as error:
             # The client has hung up, or who cancelled the request has closed its streams; the application goes on.
-            if not isinstance(error, OSError) and not self.is_cancelled:
+            if not isinstance(error, OSError) and self.send is not _drop:
                 raise

@@ -44,11 +44,6 @@ from celery_idempotent.stores import Store
 logger = logging.getLogger(__name__)
 
 
-def over_limit() -> RequestRefused:
-    """Return the refusal of a request over a limit of the framework's."""
-    return RequestRefused("request_too_large", "It is larger than this service accepts.")
-
-
 class _NotToKeepError(Exception):
     """The view ran, and its answer is not one to repeat: the key is given back."""
 
@@ -84,6 +79,7 @@ class Exchange(Run):
     guards = True
     #: What the view returned.
     response: Any
+    #: Has the view begun to run?
     began = False
     #: A server of WSGI may end a worker that answers late. One of ASGI does not, and waits for requests when it stops.
     settle_seconds = 3.0
@@ -127,15 +123,18 @@ class Exchange(Run):
             return self.answer() if is_guarded else self.run_unguarded()
         except RequestRefused as refused:
             return self.refused(refused)
+        except self.over_limits:
+            if self.began:
+                raise
+            why = "It is larger than this service accepts."
+            return self.refused(RequestRefused("request_too_large", why))
 
     def read_key(self) -> bool:
         """Read the key from its header, before the body is received; ``False``: there is none, and none is needed."""
         where = self.guard.key_header
         if where is None:
             return True
-        value = read_header(
-            self.environ, where, "\n"
-        )  # no form of a key has a line feed: two are none
+        value = read_header(self.environ, where, "\n")  # which no key has: two are none
         self.raw_key = requests.read_key(value, required=self.options.required, name=where)
         return self.raw_key is not None
 
@@ -151,8 +150,6 @@ class Exchange(Run):
             why = str(error)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             why = type(error).__name__
-        except self.over_limits as error:
-            raise over_limit() from error
         if why:
             logger.warning("idempotency: key=… of %s finds no key in a request: %s", self.name, why)
             raise RequestRefused("idempotency_key_invalid", "There is no key where it should be.")
@@ -206,8 +203,6 @@ class Exchange(Run):
             return requests.request_fingerprint(*self.target(), body)
         except NoFormError as refused:
             raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
-        except self.over_limits as error:
-            raise over_limit() from error
 
     def kept(self, response: object, parts: Parts, *, is_kept: bool = True) -> Stored:
         """Pack the response of a view if it is one to repeat; any other leaves the view as an exception."""

@@ -55,18 +55,19 @@ _methods = _each(METHODS.__contains__, "must be a sequence of POST, PUT, PATCH a
 _paths = _each(
     lambda path: path.startswith("/"), 'must be a sequence of paths, which begin with "/"'
 )
-_caller = accept_if(callable, "must be a function of the request")
-_not_atomic = accept_if(
-    lambda value: value is False, "needs the transactions of Django: use @idempotent_view"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiddlewareOptions(HttpOptions):
     """The options of the middleware: those of views but ``atomic``, and its own."""
 
-    scope: RequestFunction | None = option(None, _caller)  # of ASGI it may be a coroutine function
-    atomic: bool = option(False, _not_atomic)
+    #: Of ASGI it may be a coroutine function.
+    scope: RequestFunction | None = option(
+        None, accept_if(callable, "must be a function of the request")
+    )
+    atomic: bool = option(
+        False, accept_if(lambda value: value is False, "needs Django: use @idempotent_view")
+    )
     methods: tuple[str, ...] = option(("POST", "PATCH"), _methods)
     paths: tuple[str, ...] = option(("/",), _paths)
     release_large: bool = option(False, flag)

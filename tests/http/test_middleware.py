@@ -265,7 +265,7 @@ def test_a_client_that_hangs_up_does_not_stop_the_run(kind: str, shop: Shop) -> 
         ({"scope": None}, "scope of IdempotencyMiddleware"),
         ({"store": 5}, "must be a URL, a store or a Celery app"),
         ({"store": "nowhere://"}, "scheme 'nowhere'"),
-        ({"atomic": True}, "needs the transactions of Django"),
+        ({"atomic": True}, "needs Django"),
         ({"methods": "POST"}, "must be a sequence"),
         ({"methods": ["GET"]}, "sequence of POST, PUT"),
         ({"paths": "/"}, "must be a sequence"),

@@ -21,11 +21,13 @@ from celery_idempotent.django.http.requests import (
     session_scope,
 )
 from celery_idempotent.django.http.responses import parts_of, response_of
-from celery_idempotent.django.http.views import _Call, _DecoratedView
+from celery_idempotent.django.http.views import _Call
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
 from celery_idempotent.http.answers import RequestRefused, ResponseCodec, read_response
+from celery_idempotent.http.guard import Guard
 from celery_idempotent.http.requests import http_identity, read_key
 from celery_idempotent.records import Stored
+from celery_idempotent.stores import open_store
 from tests.sql.databases import ready
 
 
@@ -147,8 +149,8 @@ def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: s
 
 
 def fingerprint(request: Any, **options: Any) -> bytes:
-    decorated = _DecoratedView(view, options, guards=True)
-    return _Call(decorated, view, (request,), {}).fingerprint_of_request()
+    guard = Guard("v", view, http_options(options), lambda: open_store("memory://"))
+    return _Call(guard, view, (request,), {}).fingerprint_of_request()
 
 
 def test_a_fingerprint_of_ones_own_counts_instead_of_the_body(factory: Any) -> None:

@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from django.http import HttpResponse
@@ -55,13 +55,11 @@ class Receiver:
         def view(request: Any) -> HttpResponse:
             return HttpResponse(self._answer(request.body), status=202)
 
-        guarded = idempotent_view(**given)(view)
+        guarded, factory = idempotent_view(**given)(view), cast("Any", RequestFactory())
 
         def deliver(headers: dict[str, str], body: bytes) -> Told:
             meta = {f"HTTP_{name.upper().replace('-', '_')}": v for name, v in headers.items()}
-            request: Any = RequestFactory().generic(
-                "POST", "/hook", body, "application/json", **meta
-            )
+            request = factory.generic("POST", "/hook", body, "application/json", **meta)
             answer = guarded(request)
             replayed = answer.get("Idempotent-Replayed") == "true"
             return Told(answer.status_code, answer.content, replayed)
@@ -265,6 +263,7 @@ def test_the_examples_of_the_page_work() -> None:
         booked=[], is_signed=lambda request: "Stripe-Signature" in request.headers
     )
     books.book = lambda event: books.booked.append(event["id"])
+    factory: Any = RequestFactory()
     of_django, of_others = (
         block.partition("```")[0] for block in PAGE.read_text().split("```python\n")[1:]
     )
@@ -273,7 +272,7 @@ def test_the_examples_of_the_page_work() -> None:
 
     def deliver(**headers: str) -> Any:
         body = b'{"id": "evt_1", "pending_webhooks": %d}' % len(headers)
-        return page["stripe"](RequestFactory().generic("POST", "/", body, **headers))
+        return page["stripe"](factory.generic("POST", "/", body, **headers))
 
     assert deliver().status_code == 403
     answers = [deliver(HTTP_STRIPE_SIGNATURE="t=1", **more) for more in ({}, {"HTTP_X": "1"})]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
-from functools import cached_property, partial, wraps
+from functools import cache, partial, wraps
 from inspect import isawaitable
 from math import inf
 from typing import Any, TypeVar, overload
@@ -88,16 +88,24 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
             f"{view.__qualname__} is a class, or a view of Django REST framework, which finds its caller only inside: "
             'decorate its handler (with @method_decorator(..., name="post") on the class), or below @api_view.'
         )
-    decorated = _DecoratedView(view, given, guards=guards)
+    http_options(given)  # a bad option is refused with the view
+
+    @cache
+    def guard() -> Guard:  # made for the first request: the project's app is known by then
+        name = f"{view.__module__}.{view.__qualname__}"
+        return Guard(name, view, http_options(given), partial(get_store, celery_app()))
+
+    # With other settings (override_settings()) the options are read again.
+    setting_changed.connect(lambda **_: guard.cache_clear(), weak=False)
 
     @wraps(view)
     def call(*args: Any, **kwargs: Any) -> object:
-        asked = _Call(decorated, view, args, kwargs)
+        asked = _Call(guard(), view, args, kwargs, guards=guards)
         return asked.serve() if asked.request.method in METHODS else view(*args, **kwargs)
 
     @wraps(view)
     async def await_(*args: Any, **kwargs: Any) -> object:
-        asked = _Call(decorated, view, args, kwargs)
+        asked = _Call(guard(), view, args, kwargs, guards=guards)
         if asked.request.method not in METHODS:
             return await view(*args, **kwargs)
         if guards:
@@ -113,25 +121,6 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
-
-
-class _DecoratedView:
-    """A view with its options, which are read again when Django's settings change (``override_settings()``)."""
-
-    def __init__(self, view: ViewFunction, given: dict[str, object], *, guards: bool) -> None:
-        self.name = f"{view.__module__}.{view.__qualname__}"
-        self.guards, self._given = guards, given
-        http_options(given)  # a bad option is refused with the view
-        setting_changed.connect(self._forget)
-
-    def _forget(self, **_: object) -> None:
-        vars(self).pop("guard", None)
-
-    @cached_property
-    def guard(self) -> Guard:
-        """What guards the view, made for its first request: the project's app is known by then."""
-        open_store = partial(get_store, celery_app())
-        return Guard(self.name, self, http_options(self._given), open_store)
 
 
 def refuse_open_transactions() -> None:
@@ -156,21 +145,16 @@ class _Call(Exchange):
     refuse_transactions = staticmethod(refuse_open_transactions)
 
     def __init__(
-        self,
-        decorated: _DecoratedView,
-        view: ViewFunction,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, guard: Guard, view: ViewFunction, args: Any, kwargs: Any, *, guards: bool = True
     ) -> None:
-        super().__init__(decorated.guard)
-        self.view, self.guards, self.args, self.kwargs = view, decorated.guards, args, kwargs
+        super().__init__(guard)
+        self.view, self.guards, self.args, self.kwargs = view, guards, args, kwargs
         self.at = at = 0 if hasattr(args[0], "META") else 1  # of a method
         self.seen = seen = args[at]
         self.given = (seen,)
         self.request = request = getattr(seen, "_request", seen)
         self.environ = request.META
-        if not isinstance(request, WSGIRequest):
-            self.settle_seconds = inf
+        self.settle_seconds = 3.0 if isinstance(request, WSGIRequest) else inf
         self.receive = partial(receive, request, self.options)
         self.caller = partial(caller_scope, seen, self.options)
         self.body_form = partial(body_form, request)
@@ -180,10 +164,18 @@ class _Call(Exchange):
             self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
 
     def serve(self) -> Any:
-        """Answer the request; what a view returned that is not guarded is for its framework to finish."""
+        """Answer the request, and keep Django REST framework from finishing once more what is finished.
+
+        A replay has no data to finish. What a view returned that is not guarded is for the framework.
+        """
         found = super().serve()
         response = response_of(found) if isinstance(found, Answer) else found
-        return response if self.rest is None else self._finished(response)
+        if self.rest is not None:
+            finalize = self.rest.finalize_response
+            self.rest.finalize_response = lambda request, made, *args, **kwargs: (
+                made if made is response else finalize(request, made, *args, **kwargs)
+            )
+        return response
 
     def target(self) -> tuple[str, str, dict[str, list[str]] | None]:
         request = self.request
@@ -194,7 +186,7 @@ class _Call(Exchange):
         """Call the view, in a transaction if it is atomic; Django REST framework finishes its response."""
         if self.guards and self.options.atomic:
             return self.answer()
-        self.rest = None
+        self.rest, self.began = None, True
         self.request.idempotency_key = self.raw_key
         return self.view(*self.args, **self.kwargs)
 
@@ -221,21 +213,13 @@ class _Call(Exchange):
             raise PermissionDenied
         return None
 
-    def _finished(self, response: HttpResponseBase) -> HttpResponseBase:
-        """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
-        finalize = self.rest.finalize_response
-        self.rest.finalize_response = lambda request, made, *args, **kwargs: (
-            made if made is response else finalize(request, made, *args, **kwargs)
-        )
-        return response
-
 
 async def to_the_end(work: Awaitable[T]) -> T:
     """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
 
     Django cancels a coroutine when its client hangs up. Between an effect and its record that would release the key,
-    and the next attempt would charge once more. It closes the thread of the request with the request, so that nobody
-    may leave before the work is done.
+    and the next attempt would charge once more. As it closes the thread of a request with the request, nobody leaves
+    before the work is done.
     """
     contexts: list[Context] = []
 
