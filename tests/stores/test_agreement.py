@@ -31,9 +31,8 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.format import LEASES
-from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
-from tests.stores.shifted import FixedLink
+from tests.stores.shifted import FixedLink, StandingStore
 from tests.stores.verbs import in_one_bucket
 from tests.support.tiers import examples, run_until_seen
 
@@ -77,7 +76,7 @@ class Agreement(RuleBasedStateMachine):
         prefix = f"{self.prefix}-{next(self.numbers)}"
         self.clock = FakeClock()
         self.memory: Any = MemoryStore(self.clock)
-        self.redis: Any = RedisStore(self.url, prefix=prefix)
+        self.redis: Any = StandingStore(self.url, prefix=prefix)
         self.names = {name: self.redis._keys.of_record(name)[0] for name in IDENTITIES}
         self.leases = self.redis._keys.index(LEASES)[17]
         self.link = FixedLink(self.redis._link, self.client, f"{prefix}-clock")

@@ -55,6 +55,18 @@ def test_the_index_of_leases_has_the_deadline_of_a_processing_record(
     assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
 
 
+@pytest.mark.parametrize(("later_ms", "moved_ms"), [(0, 0), (900, 900), (1_000, 0)])
+def test_a_settle_counts_from_the_last_claim_for_a_second_and_then_asks_for_the_time(
+    redis_store, monkeypatch, later_ms, moved_ms
+):
+    record, now_ns = claim(redis_store), time.monotonic_ns()
+    later_ns = now_ns + later_ms * 1_000_000
+    monkeypatch.setattr("celery_idempotent.stores.redis.store.monotonic_ns", lambda: later_ns)
+    settle(redis_store, record)
+    passed = redis_store.get(KEY).updated_ms - record.updated_ms
+    assert moved_ms <= passed < moved_ms + 500
+
+
 def test_a_failed_record_is_indexed_until_its_retention_ends(
     redis_store, redis_client, names, advance
 ):

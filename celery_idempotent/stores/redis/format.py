@@ -30,6 +30,7 @@ import functools
 import re
 import struct
 import zlib
+from binascii import hexlify
 from collections.abc import Mapping
 from struct import Struct
 from typing import Any
@@ -104,6 +105,8 @@ _STATES = {STARTS[state]: state for state in State}
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _is_uuid = re.compile("[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+#: 1 % of a replay less than slices of the digits take.
+_groups = Struct("8s4s4s4s12s").unpack
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
@@ -116,8 +119,7 @@ def _bytes_of_uuid(task_id: str) -> bytes:
 
 
 def _uuid_of(packed: bytes) -> str:
-    text = packed.hex()
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+    return b"-".join(_groups(hexlify(packed))).decode()
 
 
 def pack_tail(
