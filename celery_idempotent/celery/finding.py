@@ -14,9 +14,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +35,6 @@ STATES = ("any", "live", "stale", *State.__members__)
 
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
-
-#: The most steps of a chain that are walked back.
-LONGEST_CHAIN = 20
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
@@ -68,26 +64,26 @@ def look(
 
 
 def find(
-    app: AnyCelery, store: Store, text: str, selection: Selection, namespaces: Iterable[str]
+    app: AnyCelery, store: Store, text: str, selection: Selection, namespaces: Sequence[str]
 ) -> list[Record]:
-    """Return the records with this key; if there are none, those of this task id that a scan is not needed for."""
-    spaces = [selection.namespace] if selection.namespace else [*namespaces]
-    scopes = [*selection.scopes] or [""]
+    """Return the records with this key; if there are none, those of this task id, without a long scan."""
+    spaces = [selection.namespace] if selection.namespace else namespaces
     every = [
         Identity(namespace=namespace, scope=scope, key=key)
-        for namespace, scope, key in product(spaces, scopes, spellings(text))
+        for namespace in spaces
+        for scope in selection.scopes or [""]
+        for key in spellings(text)
     ]
     if found := read_whole(store, every):
         return found
     told = read_whole(store, _told_by_celery(app, text, spaces))
     unfinished = replace(selection, states=UNFINISHED_AND_FAILED)
-    return [each for each in told if each.task_id == text] or find_task(store, text, unfinished)
+    ours = [each for each in told if each.task_id == text]
+    return ours or find_task(store, text, unfinished, FIND_SECONDS)
 
 
-def find_task(
-    store: Store, task_id: str, selection: Selection, *, seconds: float = FIND_SECONDS
-) -> list[Record]:
-    """Return a record of this task id, by a scan of so many ``seconds``."""
+def find_task(store: Store, task_id: str, selection: Selection, seconds: float) -> list[Record]:
+    """Return a record of this task id, by a scan of so many seconds."""
     every = replace(selection, keys=frozenset(), live=False, stale=False)
     page = look(store, every, limit=LOOK_AT, task_id=task_id, enough=1, seconds=seconds)
     return read_whole(store, [each.identity for each in page.records])
@@ -96,26 +92,21 @@ def find_task(
 def celery_meta(app: AnyCelery, task_id: str) -> Mapping[str, Any]:
     """Return what the result backend has about a task, PENDING if nothing; empty if it cannot be asked."""
     with contextlib.suppress(Exception):  # it fails in its own ways, or there is none
-        meta: Mapping[str, Any] = app.backend.get_task_meta(task_id, cache=False)
-        return meta
+        return dict(app.backend.get_task_meta(task_id, cache=False))
     return {}
 
 
 def _told_by_celery(app: AnyCelery, task_id: str, namespaces: Iterable[str]) -> Iterator[Identity]:
     """Yield the identities that a task can have by what the result backend knows."""
     meta = celery_meta(app, task_id)
-    for definition in definitions(app, load=True):
-        if definition.name == meta.get("name"):  # result_extended
+    for each in definitions(app, load=True):
+        if each.name == meta.get("name"):  # result_extended
             with contextlib.suppress(Exception):  # of the task's own functions
-                call = definition.identify(meta["args"], meta["kwargs"], task_id=task_id)
-                yield call.identity
-    # The last step of a chain has the id of the first one in its stamp.
-    for _ in range(LONGEST_CHAIN):
-        if not (parent_id := meta.get("parent_id")):
-            return
+                yield each.identify(meta["args"], meta["kwargs"], task_id=task_id).identity
+    while first := meta.get("parent_id"):  # a chain's last step has the id of the first in its key
         for namespace in namespaces:
-            yield Identity(namespace=namespace, key=task_id_key(f"{task_id}/{parent_id}"))
-        meta = celery_meta(app, parent_id)
+            yield Identity(namespace=namespace, key=task_id_key(f"{task_id}/{first}"))
+        meta = celery_meta(app, first)
 
 
 def namespaces(app: AnyCelery) -> list[str]:

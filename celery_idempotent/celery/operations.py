@@ -108,8 +108,7 @@ class Outcome(enum.Enum):
 class OperationRequest:
     """An operation, by ``who`` (default: this process), and why.
 
-    ``force``: also on a live owner, or to replace an end that callers may have got; :exc:`ValueError` without a reason.
-    ``value``: for complete, as stored.
+    ``force``: also on a live owner or over an end; :exc:`ValueError` without a reason. ``value``: to complete, stored.
     """
 
     operation: Operation
@@ -126,7 +125,7 @@ class OperationRequest:
     def check(self, record: Record) -> None:
         """Raise :exc:`ValueError` if this would replace how a record ended without being forced."""
         if self.operation == "complete" and record.state.settled and not self.force:
-            end = f"it is {record.state.value}, and callers may have got that"
+            end = f"it is {record.state.value}, and callers may have got that result or error"
             raise ValueError(f"{end}: to replace it, force it and give a reason.")
 
     @property
@@ -173,8 +172,7 @@ def operate(
 
     Raises:
         StoreUnavailable: if the store did not answer; the operation may have been done.
-        ValueError: for a value with an operation that takes none, no value to complete with, or an end that it would
-            replace unforced.
+        ValueError: if operation and value do not go together, or if it would replace an end unforced.
     """
     if (request.operation == "complete") is (request.value is None):
         raise ValueError("complete needs a value, and no other operation takes one")

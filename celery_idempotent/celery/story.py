@@ -59,8 +59,9 @@ def show_value(app: AnyCelery, record: Record) -> str:
         value = _load(app, record)
         if isinstance(value, BaseException):
             value = f"{type(value).__name__}: {value}"
+        elif not record.state.settled:
+            value = json.dumps(value)  # as complete takes it
         text = value if isinstance(value, str) else pprint.pformat(value, width=100)
-        text = text if record.state.settled else json.dumps(value)  # as complete takes it
     except IdempotencyError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001  a stored value may raise anything when it is read
@@ -172,25 +173,18 @@ class Story:
 def tell_absence(app: AnyCelery, text: str, where: str = "") -> Story:
     """Return sentences about what it can mean that no record was found by a key or a task id."""
     status = celery_meta(app, text).get("status", "PENDING")
-    ran = (
-        "it ran, or got the result of an earlier call with its key."
-        if status == "SUCCESS"
-        else "see its log."
-    )
-    past = {
-        f"Celery has {status} for this task id: {ran}": status != "PENDING",
-        "It was never called, or its message is still in the queue: a run claims its key when it starts.": (
-            status == "PENDING"
-        ),
-        "It was called under another key or in another scope.": True,
-        "Its run failed, and released the key: a retry or the next call runs.": status != "SUCCESS",
-        "It was done longer ago than its retention: the next call runs.": True,
-        "An operator released or forgot it: the next call runs.": True,
-        "The store lost it (a flush, an eviction, a restart without persistence): run the checks.": True,
-    }
+    ran = f"Celery has {status} for this task id: it ran, or got the end of an earlier call with its key."
+    never = "It was never called, or its message is still in the queue: a run claims its key when it starts."
     return Story(
         headline=f"No record has this key or task id: {text}{where}. The workers' logs say why.",
-        past=[sentence for sentence, holds in past.items() if holds],
+        past=(
+            never if status == "PENDING" else ran,
+            "It was called under another key or in another scope.",
+            "Its run failed, and released the key: a retry or the next call runs.",
+            "It was done longer ago than its retention: the next call runs.",
+            "An operator released or forgot it: the next call runs.",
+            "The store lost it (a flush, an eviction, a restart without persistence): run the checks.",
+        ),
     )
 
 
@@ -226,7 +220,13 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     conflict = policy.on_conflict
     crashes = record.crashes + stale  # as the next claim counts them
     lost = "its lease ended without a result" if crashes else "its run ended after some steps"
-    status = celery_meta(app, record.task_id).get("status", "") if stale or interrupted else ""
+    meta = celery_meta(app, record.task_id) if known and (stale or interrupted) else {}
+    status = meta.get("status", "")
+    advice = {
+        "PENDING": " (nothing): ask the outside system",
+        "SUCCESS": ": complete it with that result",
+    }
+    waits = known and (stale or (crashes and interrupted)) and status != "SUCCESS"
     claims = {
         "runs it": not crashes,
         "settles it FAILED (ProcessingTimedOut)": policy.on_stale == "fail",
@@ -273,10 +273,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         "Its callbacks (links, chain, chord) were sent.": record.delivered,
         f"Steps done, which are not repeated: {steps}.": steps,
         f"Last operation: {record.note}.": record.note,
-        "Celery has no result of its task: ask the outside system what it did.": status
-        == "PENDING",
-        "Celery has SUCCESS for its task: complete it with that result.": status == "SUCCESS",
-        f"Celery has {status} for its task.": status not in ("", "PENDING", "SUCCESS"),
+        f"Celery has {status} for its task{advice.get(status, '')}.": status,
     }
     future = {
         "It runs when a worker takes its message: check that a worker listens to its queue.": queued,
@@ -287,9 +284,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
         f"A delivery or call before that claims it at once, and {claimed}.": stale,
         f"The next delivery or call claims it, and {claimed}.": interrupted,
-        f"If its worker was lost, the broker delivers its message again {redelivered}.": (
-            stale or (crashes and interrupted)
-        ),
+        f"If its worker was lost, the broker delivers its message again {redelivered}.": waits,
         f"Kept until {until}, by the options of its task.": state.settled and known,
         f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.settled,
     }
@@ -310,30 +305,26 @@ def risks(
     app: AnyCelery, operation: Operation, records: Sequence[Record], now_ms: int
 ) -> list[str]:
     """Return what may happen a second time, or what callers do not learn, with the number of records for each."""
-    counts = Counter(_risk(app, operation, each, is_live(each, now_ms)) for each in records)
-    return [
-        f"{'It' if len(records) == 1 else f'{number:,}'} {risk}"
-        for risk, number in counts.most_common()
-    ]
+    counts = Counter(_risk(app, operation, each, now_ms) for each in records)
+    it = "It" if len(records) == 1 else ""
+    return [f"{it or f'{number:,}'} {risk}" for risk, number in counts.most_common()]
 
 
-def _risk(app: AnyCelery, operation: Operation, record: Record, live: bool) -> str:
+def _risk(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -> str:
     """Return the risk of one record, after "It" or a number."""
-    state, definition = record.state, definition_of(app, record.identity.namespace, load=True)
+    state, live = record.state, is_live(record, now_ms)
+    definition = definition_of(app, record.identity.namespace, load=True)
+    took = "TOOK EFFECT" if definition else "may have taken effect"
+    completes, queued = operation == "complete", state is State.QUEUED
     rolled_back = definition and definition.policy.atomic and state is not State.PROCESSING
-    old = "error" if state is State.FAILED else "value"
-    kept = f"callers may have got the old {old}, and Celery's result backend keeps it"
+    replaced = "(force it, with a reason): callers may have got the old value or error"
     found = {
         "had a live owner, which is not stopped: its result is dropped, and what it does may be done twice.": live,
-        f"ended before: {kept}.": operation == "complete" and state.settled,
-        "may have taken effect or not: check the outside system first.": operation == "complete",
+        f"ended {replaced}, and Celery's result backend keeps it.": completes and state.settled,
+        "may have taken effect or not: check the outside system first.": completes,
         "may have taken effect: then callers do not learn its result.": operation == "fail",
-        f"{'TOOK EFFECT' if definition else 'may have taken effect'}: the next call does it a second time.": (
-            state is State.COMPLETED
-        ),
-        "waited: if its message still comes, it runs; a further call may then run as well.": (
-            state is State.QUEUED
-        ),
+        f"{took}: the next call does it a second time.": state is State.COMPLETED,
+        "waited: if its message still comes, it runs; a further call may then run as well.": queued,
         "was rolled back in the database: what it did elsewhere may be done twice.": rolled_back,
         "may have run in part: what it did may be done twice. Check the outside system first.": True,
     }

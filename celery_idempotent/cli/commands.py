@@ -284,7 +284,7 @@ def _find(
         if not meant and len(others) == 1:
             meant, others = finding.read_whole(store, [others[0].identity]), []
     if not meant and not others:
-        meant = finding.find_task(store, text, named, seconds=SCAN_SECONDS)
+        meant = finding.find_task(store, text, named, SCAN_SECONDS)
     if len(meant) == 1:
         return meant[0], others
     if several := [*meant, *others]:

@@ -11,7 +11,7 @@ from django.contrib.contenttypes.models import ContentType
 
 from celery_idempotent.celery.operations import OperationRequest
 from celery_idempotent.django.models import IdempotencyRecord
-from celery_idempotent.keys.stamp import MAX_CHARS
+from celery_idempotent.keys.stamp import is_text
 from celery_idempotent.records import Identity
 
 
@@ -55,13 +55,10 @@ def parse(name: str) -> Identity:
         ValueError: if it wrote no such text.
     """
     try:
-        namespace, scope, key = parts = json.loads(name)
+        namespace, scope, key = json.loads(name)
     except (RecursionError, TypeError):
         raise ValueError("no list of three") from None
-    for part in parts:
-        # Also without NUL, which no database takes, and without lone surrogates.
-        if not isinstance(part, str) or len(part) > MAX_CHARS or not part.isprintable():
-            raise ValueError("not a text that fits")
-    if not namespace or not key:
-        raise ValueError("a part is missing")
+    # Printable: without NUL, which no database takes, and without lone surrogates.
+    if not (is_text(namespace) and is_text(key) and (scope == "" or is_text(scope))):
+        raise ValueError("not the texts of an identity")
     return Identity(namespace=namespace, scope=scope, key=key)

@@ -429,9 +429,8 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
     )
     records = list(page.records)
     if chosen["key"] and not chosen["cursor"]:
-        about = store, chosen["key"], selection
-        records += finding.find(app, *about, namespaces[:_ASKED])
-        records = records or finding.find_task(*about, seconds=LOOK_SECONDS)
+        records += finding.find(app, store, chosen["key"], selection, namespaces[:_ASKED])
+        records = records or finding.find_task(store, chosen["key"], selection, LOOK_SECONDS)
     others = replace(selection, keys=frozenset())  # a task id is no key
     kept = {each.identity: each for each in records if others.includes(each, page.now_ms)}
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
@@ -440,16 +439,14 @@ def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
 
 def _is_dangerous(operation: Operation, record: Record) -> bool:
     """Can the operation repeat work that may have taken effect, or replace how it ended?"""
-    leaves = OPERATIONS[operation].leaves
-    repeats = record.state is not State.QUEUED and (leaves is None or not leaves.settled)
-    return repeats or record.state.settled
+    is_end = operation in ("complete", "fail")
+    return record.state.settled or not (is_end or record.state is State.QUEUED)
 
 
 def _why(app: Celery, record: Record, *, errors: bool) -> str:
     """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
     if record.state is State.INTERRUPTED:
-        lost = "Its lease ended without a result."
-        return lost if record.crashes else "Its run ended after some steps."
+        return f"Its {'lease ended without a result' if record.crashes else 'run ended after some steps'}."
     if record.state is not State.FAILED or not errors:
         return ""
     whole = get_store(app).get(record.identity)  # lists leave out values
