@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import (
+    OVER_LIMIT,
     UNSURE,
     Answer,
     Parts,
@@ -42,6 +43,8 @@ from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
 logger = logging.getLogger(__name__)
+
+_NO_KEY = "There is no key in the place where this service expects it."
 
 
 class _NotToKeepError(Exception):
@@ -126,8 +129,7 @@ class Exchange(Run):
         except self.over_limits:
             if self.began:
                 raise
-            why = "It is larger than this service accepts."
-            return self.refused(RequestRefused("request_too_large", why))
+            return self.refused(RequestRefused("request_too_large", OVER_LIMIT))
 
     def read_key(self) -> bool:
         """Read the key from its header, before the body is received; ``False``: there is none, and none is needed."""
@@ -140,21 +142,18 @@ class Exchange(Run):
 
     def find_key(self) -> None:
         """Have a function of the project find the key, in a request in which the sender may have written anything."""
-        find, why = self.options.key, ""
+        find = self.options.key
         assert callable(find), "there is no header"
         try:
             self.raw_key = find(*self.given)
             if self.raw_key is not None:
                 canonical(self.raw_key, task=self.name)
-        except InvalidKey as error:
-            why = str(error)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            why = type(error).__name__
-        if why:
-            logger.warning("idempotency: key=… of %s finds no key in a request: %s", self.name, why)
-            raise RequestRefused("idempotency_key_invalid", "There is no key where it should be.")
+        except (LookupError, TypeError, ValueError, AttributeError, InvalidKey) as error:
+            line = "idempotency: key=… of %s finds no key in a request: %s"
+            logger.warning(line, self.name, type(error).__name__)
+            raise RequestRefused("idempotency_key_invalid", _NO_KEY) from None
         if self.raw_key is None and self.options.required:
-            raise RequestRefused("idempotency_key_missing", "There is no key where it should be.")
+            raise RequestRefused("idempotency_key_missing", _NO_KEY)
 
     def refused(self, refused: RequestRefused) -> Answer:
         """Return the answer to a request that is not carried out."""

@@ -2,7 +2,7 @@
 
 A request is the scope of ASGI or the environ of WSGI::
 
-    key ─ caller ─ body ─ claim ─▶ the application ─┬─ complete ─────────────────▶ settle ─ send
+    key ─ body ─ caller ─ claim ─▶ the application ─┬─ complete ─────────────────▶ settle ─ send
                                                     └─ over the limit: pass it on ─ settle ─ send the rest
 """
 
@@ -239,14 +239,11 @@ class ServedRequest(Exchange):
 
     def kept_response(self) -> Stored:
         """Return the response if it is one to repeat; any other leaves as an exception."""
-        response, body, why = self.response, b"", ""
-        if response.is_large:
-            why = f"it has more than {response.max_bytes} bytes"
-        else:
-            body = b"".join(response.parts)
+        response = self.response
+        why = f"it has more than {response.max_bytes} bytes" if response.is_large else ""
+        body = b"" if why else b"".join(response.parts)
         parts = response.status, response.reason, response.headers, body, why
-        is_kept = not (response.is_large and self.options.release_large)
-        return self.kept(response, parts, is_kept=is_kept)
+        return self.kept(response, parts, is_kept=not (why and self.options.release_large))
 
     def refusal(self, authorize: RequestFunction) -> None:
         """Refuse a caller whom ``authorize`` does not accept."""
