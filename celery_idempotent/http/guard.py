@@ -14,13 +14,12 @@ Adapters read a request and write a response: views of Django, and the middlewar
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
+from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import (
     OVER_LIMIT,
@@ -35,16 +34,11 @@ from celery_idempotent.http.options import HttpOptions, RequestFunction
 from celery_idempotent.http.requests import Request, read_header
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.keys.fingerprints import NoFormError, form
-from celery_idempotent.keys.rules import canonical
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.run import Run, execute
 from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
-
-logger = logging.getLogger(__name__)
-
-_NO_KEY = "There is no key in the place where this service expects it."
 
 
 class _NotToKeepError(Exception):
@@ -141,19 +135,10 @@ class Exchange(Run):
         return self.raw_key is not None
 
     def find_key(self) -> None:
-        """Have a function of the project find the key, in a request in which the sender may have written anything."""
-        find = self.options.key
-        assert callable(find), "there is no header"
-        try:
-            self.raw_key = find(*self.given)
-            if self.raw_key is not None:
-                canonical(self.raw_key, task=self.name)
-        except (LookupError, TypeError, ValueError, AttributeError, InvalidKey) as error:
-            line = "idempotency: key=… of %s finds no key in a request: %s"
-            logger.warning(line, self.name, type(error).__name__)
-            raise RequestRefused("idempotency_key_invalid", _NO_KEY) from None
-        if self.raw_key is None and self.options.required:
-            raise RequestRefused("idempotency_key_missing", _NO_KEY)
+        """Have a function find the key in the whole request, unless it is in a header."""
+        find, required = self.options.key, self.options.required
+        if callable(find):
+            self.raw_key = requests.find_key(find, self.given, required=required, name=self.name)
 
     def refused(self, refused: RequestRefused) -> Answer:
         """Return the answer to a request that is not carried out."""
