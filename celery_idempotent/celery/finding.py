@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -35,6 +36,8 @@ STATES = ("any", "live", "stale", *State.__members__)
 
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
+#: How long the result backend is asked about a task, and how far back a chain is followed.
+BACKEND_SECONDS, MOST_STEPS = 2.0, 100
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
@@ -90,10 +93,19 @@ def find_task(store: Store, task_id: str, selection: Selection, seconds: float) 
 
 
 def celery_meta(app: AnyCelery, task_id: str) -> Mapping[str, Any]:
-    """Return what the result backend has about a task, PENDING if nothing; empty if it cannot be asked."""
-    with contextlib.suppress(Exception):  # it fails in its own ways, or there is none
-        return dict(app.backend.get_task_meta(task_id, cache=False))
-    return {}
+    """Return what the result backend has about a task, PENDING if nothing; empty without an answer in time."""
+    found: dict[str, Any] = {}
+
+    def ask(backend: Any) -> None:
+        with contextlib.suppress(Exception):  # it fails in its own ways, or there is none
+            found.update(backend.get_task_meta(task_id, cache=False))
+
+    with contextlib.suppress(Exception):
+        # A client waits up to two minutes for a server that is frozen.
+        asking = threading.Thread(target=ask, args=(app.backend,), daemon=True)
+        asking.start()
+        asking.join(BACKEND_SECONDS)
+    return dict(found)
 
 
 def _told_by_celery(app: AnyCelery, task_id: str, namespaces: Iterable[str]) -> Iterator[Identity]:
@@ -103,7 +115,10 @@ def _told_by_celery(app: AnyCelery, task_id: str, namespaces: Iterable[str]) -> 
         if each.name == meta.get("name"):  # result_extended
             with contextlib.suppress(Exception):  # of the task's own functions
                 yield each.identify(meta["args"], meta["kwargs"], task_id=task_id).identity
-    while first := meta.get("parent_id"):  # a chain's last step has the id of the first in its key
+    seen = {task_id}  # a call with the id of its caller is its own parent
+    while (first := meta.get("parent_id")) and first not in seen and len(seen) < MOST_STEPS:
+        seen.add(first)
+        # A chain's last step has the id of the first in its key.
         for namespace in namespaces:
             yield Identity(namespace=namespace, key=task_id_key(f"{task_id}/{first}"))
         meta = celery_meta(app, first)

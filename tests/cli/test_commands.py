@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -288,6 +289,24 @@ def test_what_the_result_backend_knows_of_a_task_finds_its_record_without_a_scan
     monkeypatch.setattr(finding, "find_task", lambda *_, **__: pytest.fail("a scan"))
     settle(store, claim(store, key, task_id="t-last"))
     assert f"{key} of shop.charge is COMPLETED" in run("show", "t-last").stdout
+
+
+@pytest.mark.parametrize("what", ["silent", "its own parent"])
+def test_a_result_backend_that_is_silent_or_goes_in_a_circle_is_not_waited_for(
+    run, monkeypatch, what
+):
+    asked = threading.Event()
+
+    def get_task_meta(task_id: str, **_: object) -> dict[str, Any]:
+        if what == "silent":
+            asked.wait(60)
+        return {"status": "STARTED", "parent_id": task_id}
+
+    backend = SimpleNamespace(get_task_meta=get_task_meta)
+    monkeypatch.setattr("celery.Celery.backend", backend)
+    monkeypatch.setattr(finding, "BACKEND_SECONDS", 0.2)
+    assert run("show", "t-unknown").exit_code == 1
+    asked.set()
 
 
 def test_absence_says_what_it_can_mean_and_what_celery_knows(store, run):
