@@ -11,7 +11,9 @@ import pytest
 from django.http import JsonResponse
 from django.test import RequestFactory
 
+from celery_idempotent import signals
 from celery_idempotent.django.http import idempotent_view
+from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.stores import open_store
 from tests.http.sites import new_key
 from tests.sql import databases
@@ -20,7 +22,7 @@ from tests.support.weight import calls
 
 #: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
 #: Five of the first request look for headers that no server sends, before its key is settled.
-CEILINGS = {"first request": 185, "repetition": 147}
+CEILINGS = {"first request": 188, "repetition": 150}
 
 
 @pytest.fixture
@@ -60,8 +62,12 @@ def _sender() -> Callable[[str], Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", CEILINGS)
 def test_a_request_takes_no_more_calls_than_before(
-    send: Callable[[str], Callable[[], Any]], kind: str
+    send: Callable[[str], Callable[[], Any]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Earlier tests may have installed metrics, or left a silent store to the heartbeat.
+    for signal in (signals.claimed, signals.settled, signals.replayed):
+        monkeypatch.setattr(signal, "receivers", [])
+    heartbeat._given_up.clear()
     key = new_key()
     send(key)()
 
