@@ -130,7 +130,7 @@ class _Exchange(ServedRequest):
                 self.found = super().caller()
                 self.found = await self.found if isawaitable(self.found) else self.found
         except RequestRefused as refused:
-            self.response.become(self.refused(refused))
+            self.become(self.refused(refused))
             return await self._pass(more=False)
         if self.raw_key is None:
             return await self.run_unguarded()
@@ -153,7 +153,7 @@ class _Exchange(ServedRequest):
             except RequestRefused as refused:
                 found = self.refused(refused)
             if isinstance(found, Answer) and not self.is_passed:
-                self.response.become(found)
+                self.become(found)
             await self._pass(more=False)
         finally:
             self.sent.set()
@@ -216,26 +216,26 @@ class _Exchange(ServedRequest):
         if message["type"] == "http.response.start":
             raw = message.get("headers", ())
             headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in raw]
-            self.response.status, self.response.headers = message["status"], headers
+            self.status, self.headers = message["status"], headers
         elif message["type"] == "http.response.body" and not self.complete.done():
-            if self.response.is_large:
+            if self.is_large:
                 await self._pass(more=True)
-            self.response.add(message.get("body", b""))
+            self.add(message.get("body", b""))
             if not message.get("more_body", False):
                 self.complete.set_result(None)
                 await self.sent.wait()
 
     async def _pass(self, *, more: bool) -> None:
         """Pass on to the server what is there of the response."""
-        response, is_first, self.is_passed = self.response, not self.is_passed, True
-        body = {"type": "http.response.body", "body": response.take(), "more_body": more}
+        is_first, self.is_passed = not self.is_passed, True
+        body = {"type": "http.response.body", "body": self.take(), "more_body": more}
         try:
             if is_first:
                 raw = [
                     (key.lower().encode("latin-1"), value.encode("latin-1"))
-                    for key, value in response.headers
+                    for key, value in self.headers
                 ]
-                start = {"type": "http.response.start", "status": response.status, "headers": raw}
+                start = {"type": "http.response.start", "status": self.status, "headers": raw}
                 await self.send(start)
             await self.send(body)
         except Exception as error:

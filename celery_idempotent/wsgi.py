@@ -61,12 +61,12 @@ class _Exchange(ServedRequest):
             found = self.serve()
             if self.write is None:
                 if isinstance(found, Answer):
-                    self.response.become(found)
+                    self.become(found)
                 elif self.raw_key is None:
                     unguarded: Iterable[bytes] = found
                     return unguarded
                 self._start()
-            rest = _Rest([self.response.take()])
+            rest = _Rest([self.take()])
             rest.close = self.at_end.pop_all().close
             return rest
 
@@ -102,31 +102,29 @@ class _Exchange(ServedRequest):
         self.at_end.callback(getattr(parts, "close", lambda: None))
         for part in parts:
             self._add(part)
-        if not self.response.status:
+        if not self.status:
             raise RuntimeError("the application did not call start_response")
         return self.kept_response()
 
     def _start_response(self, status: str, headers: Headers, exc_info: Any = None) -> Write:
         if self.write is not None:
             return self.server_start(status, headers, exc_info)  # which raises it
-        response = self.response
-        if response.status and exc_info is None:
+        if self.status and exc_info is None:
             raise RuntimeError("the application called start_response twice")
-        code, _, response.reason = status.partition(" ")
-        response.status, response.headers = int(code), headers
+        code, _, self.reason = status.partition(" ")
+        self.status, self.headers = int(code), headers
         return self._add
 
     def _add(self, part: bytes) -> None:
         """Take a part of the body; those before it are passed on if it is too large to be stored."""
-        if self.response.is_large:
+        if self.is_large:
             self.write = self.write or self._start()
             with suppress(OSError):  # the client has hung up, and the application goes on
-                self.write(self.response.take())
-        self.response.add(part)
+                self.write(self.take())
+        self.add(part)
 
     def _start(self) -> Write:
-        response = self.response
-        return self.server_start(f"{response.status} {response.reason}", response.headers)
+        return self.server_start(f"{self.status} {self.reason}", self.headers)
 
 
 class _Rest(list[bytes]):

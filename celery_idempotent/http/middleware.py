@@ -117,46 +117,6 @@ def _digest(kind: str, secret: str) -> tuple[str, str] | None:
     return (kind, hashlib.sha256(secret.encode()).hexdigest()) if secret else None
 
 
-# -- responses ---------------------------------------------------------------------------------------------------------
-
-
-class Response:
-    """The response of an application, or another in its place; ``parts`` of the body are not sent yet."""
-
-    status, reason, size = 0, "", 0
-    headers: Headers
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.parts = max_bytes, list[bytes]()
-
-    def add(self, part: bytes) -> None:
-        """Add a part of the body."""
-        if not self.status:
-            raise RuntimeError("the application sent a body without a status")
-        self.parts.append(part)
-        self.size += len(part)
-
-    @property
-    def is_large(self) -> bool:
-        """Is it too large to be stored?"""
-        return self.size > self.max_bytes
-
-    def take(self) -> bytes:
-        """Return the parts that are not sent yet; they are then."""
-        taken = b"".join(self.parts)
-        self.parts.clear()
-        return taken
-
-    def become(self, answer: Answer) -> None:
-        """Become an answer that is not the application's."""
-        self.status, self.headers, body = answer.status, list(answer.headers), answer.body
-        if not isinstance(body, bytes):
-            body = json.dumps(body).encode()
-        if self.status >= 200 and self.status not in (204, 304):
-            self.headers.append(("Content-Length", str(len(body))))
-        self.reason, self.parts = answer.reason or responses.get(self.status, "Unknown"), [body]
-
-
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,17 +160,19 @@ class Middleware:
 
 
 class ServedRequest(Exchange):
-    """A request to an application that may have a key, and the response to it."""
+    """A request to an application that may have a key, and the response, whose ``parts`` are not sent yet."""
 
     options: MiddlewareOptions
-    response: Response
     body: bytes
+    status, reason, size = 0, "", 0
+    headers: Headers
 
     def __init__(self, middleware: Middleware, request: Request) -> None:
         super().__init__(middleware.guard)
         self.app, self.environ = middleware.app, request
-        self.given = (request,)
-        self.response = Response(self.options.max_response_bytes)
+        self.given, self.parts = (request,), list[bytes]()
+
+    # -- the request ---------------------------------------------------------------------------------------------------
 
     def caller(self) -> object:
         """Return whose key it is."""
@@ -237,18 +199,46 @@ class ServedRequest(Exchange):
                 return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
         return requests.body_form(kind, body)
 
-    def kept_response(self) -> Stored:
-        """Return the response if it is one to repeat; any other leaves as an exception."""
-        response = self.response
-        why = f"it has more than {response.max_bytes} bytes" if response.is_large else ""
-        body = b"" if why else b"".join(response.parts)
-        parts = response.status, response.reason, response.headers, body, why
-        return self.kept(response, parts, is_kept=not (why and self.options.release_large))
-
     def refusal(self, authorize: RequestFunction) -> None:
         """Refuse a caller whom ``authorize`` does not accept."""
         if authorize(self.environ) is not True:
             raise RequestRefused("replay_refused", "You may not see the response any more.")
+
+    # -- the response --------------------------------------------------------------------------------------------------
+
+    def add(self, part: bytes) -> None:
+        """Add a part of the body."""
+        if not self.status:
+            raise RuntimeError("the application sent a body without a status")
+        self.parts.append(part)
+        self.size += len(part)
+
+    @property
+    def is_large(self) -> bool:
+        """Is it too large to be stored?"""
+        return self.size > self.options.max_response_bytes
+
+    def take(self) -> bytes:
+        """Return the parts that are not sent yet; they are then."""
+        taken = b"".join(self.parts)
+        self.parts.clear()
+        return taken
+
+    def become(self, answer: Answer) -> None:
+        """Respond with an answer that is not the application's."""
+        self.status, self.headers, body = answer.status, list(answer.headers), answer.body
+        if not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        if self.status >= 200 and self.status not in (204, 304):
+            self.headers.append(("Content-Length", str(len(body))))
+        self.reason, self.parts = answer.reason or responses.get(self.status, "Unknown"), [body]
+
+    def kept_response(self) -> Stored:
+        """Return the response if it is one to repeat; any other leaves as an exception."""
+        why = f"it has more than {self.options.max_response_bytes} bytes" if self.is_large else ""
+        body = b"" if why else b"".join(self.parts)
+        parts = self.status, self.reason, self.headers, body, why
+        return self.kept(None, parts, is_kept=not (why and self.options.release_large))
 
 
 def _fields(text: str) -> dict[str, list[str]]:
