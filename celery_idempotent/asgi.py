@@ -69,7 +69,7 @@ class IdempotencyMiddleware(Middleware):
         super().__init__(app, store=store, scope=scope, **options)
         # Not the loop's own: an endpoint that waits for one of its threads might never get one.
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="idempotency")
-        #: Requests that are not over, also those for which nobody waits any more.
+        #: Requests that are not over, also those whose server no longer waits.
         self.works = set[asyncio.Task[None]]()
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:

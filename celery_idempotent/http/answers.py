@@ -165,8 +165,7 @@ class ResponseCodec:
     def pack(self, parts: Parts) -> Stored:
         """Return what is stored of a response, without its body if that is too large, or streamed.
 
-        Raises:
-            ValueError: if no server sends its status or a header: a line feed would begin another header of the replay.
+        One with a status or a header that no server sends is a ``ValueError``: a line feed would begin another header.
         """
         status, reason, headers, body, why = parts
         if len(body) > self._max_bytes:
@@ -197,11 +196,7 @@ class ResponseCodec:
 
 
 def read_response(stored: Stored) -> Answer:
-    """Return the response that was stored, marked as a replay.
-
-    Raises:
-        ResultUnavailable: if its body was not kept, or it cannot be read.
-    """
+    """Return the response that was stored, marked as a replay; raise ``ResultUnavailable`` without one."""
     head, _, body = stored.body.partition(b"\r\n\r\n")
     found = _HEAD.fullmatch(head.decode("latin-1"))
     if stored.content_type != HTTP or found is None:

@@ -89,9 +89,8 @@ class Exchange(Run):
     receive: Callable[[], None]
     #: Returns whose key it is, ``None`` of an unknown caller.
     caller: Callable[[], object]
-    #: Returns method, path and the fields of the query.
+    #: Returns method, path and the fields of the query; the form of the body.
     target: Callable[[], tuple[str, str, Mapping[str, Sequence[str]] | None]]
-    #: Returns the form of the body, for the fingerprint.
     body_form: Callable[[], str]
     #: Runs the view, and returns its response, which is :meth:`kept`.
     respond: Callable[[], Stored]
@@ -147,10 +146,7 @@ class Exchange(Run):
     def answer(self) -> Any:
         """Return the response of the view, or an :class:`.Answer`. Without a key an atomic view has its transaction.
 
-        Raises:
-            RequestRefused: if the caller is unknown, the key is another request's or in use, or the store cannot be
-                asked.
-            Exception: what the view raises; the key is free then.
+        An exception of the view frees the key.
         """
         if self.options.atomic:
             self.refuse_transactions()

@@ -163,11 +163,7 @@ _NO_QUERY: Final = form({})
 
 
 def declared_size(content_length: object, *, max_bytes: int) -> int:
-    """Return the size of a body that its ``Content-Length`` declares, 0 without one.
-
-    Raises:
-        RequestRefused: ``body_unreadable`` or ``request_too_large``.
-    """
+    """Return the size of a body that its ``Content-Length`` declares, 0 without one; refuse one over the limit."""
     found = _LENGTH.fullmatch(str(content_length or "0"))
     if found is None:
         raise RequestRefused("body_unreadable", "Its Content-Length is not a number.")
@@ -181,9 +177,6 @@ def check_size(size: int, declared: int, *, max_bytes: int) -> None:
     """Compare the size of a body that was received, -1 if the client hung up, with the one declared.
 
     A WSGI server reports no error when a body breaks off: a reader gets less, as if that were all.
-
-    Raises:
-        RequestRefused: ``body_incomplete`` or ``request_too_large``.
     """
     if size > max_bytes:
         raise RequestRefused(

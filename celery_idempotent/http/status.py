@@ -46,12 +46,7 @@ _SERIALIZER: Final = Serializer()
 def status_answer(
     app: Celery, *, namespace: str, key: str, scope: object, encoder: Encoder
 ) -> Answer:
-    """Return the answer of the status resource about a key of the caller.
-
-    Raises:
-        RequestRefused: ``unknown_key``; ``caller_unknown``; ``store_unavailable``; ``result_unavailable``, if the
-            result backend does not answer.
-    """
+    """Return the answer of the status resource about a key of the caller, or refuse the request."""
     try:
         record = get_store(app).get(http_identity(namespace, scope, key))
     except errors.InvalidKey:
@@ -77,11 +72,7 @@ def status_answer(
 def describe(
     record: Record, *, key: str, task: DefinedTask | None, encoder: Encoder = json.JSONEncoder
 ) -> dict[str, Any]:
-    """Return what the status resource says: JSON for this encoder, in an order for people.
-
-    Raises:
-        RequestRefused: ``result_unavailable``, if the result backend does not answer.
-    """
+    """Return what the status resource says: JSON for this encoder, in an order for people."""
     state, members = record.state, dict[str, object]()
     if state is State.INTERRUPTED:
         members = {"retryable": True}

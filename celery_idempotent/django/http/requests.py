@@ -38,11 +38,7 @@ _FORM, _MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
 
 
 def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
-    """Return the options of a view: what is ``given`` wins over the setting.
-
-    Raises:
-        InvalidOption: for an unknown name or a bad value, saying what is allowed.
-    """
+    """Return the options of a view: what is ``given`` wins over the setting."""
     setting = getattr(settings, HTTP_SETTING, None) or {}
     if not isinstance(setting, Mapping):
         raise InvalidOption(f"the setting {HTTP_SETTING} must be a dict of options.")
@@ -91,11 +87,7 @@ def _scope_of_user(request: HttpRequest) -> tuple[object, ...] | None:
 
 
 def receive(request: HttpRequest, options: HttpOptions) -> None:
-    """Have Django read the body whole. A view that has read some of it already is no obstacle.
-
-    Raises:
-        RequestRefused: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
-    """
+    """Have Django read the body whole. A view that has read some of it already is no obstacle."""
     meta, limit = request.META, options.max_request_bytes
     if "HTTP_TRANSFER_ENCODING" in meta and isinstance(request, WSGIRequest):
         # To Django there is no body.
@@ -132,9 +124,6 @@ def body_form(request: HttpRequest) -> str:
     """Return the form of a body, which stays readable for the view.
 
     A form counts by its fields, and files by their content: its boundary is another one each time.
-
-    Raises:
-        RequestRefused: ``body_unreadable``.
     """
     content_type = (request.content_type or "").lower()
     if content_type not in (_FORM, _MULTIPART):

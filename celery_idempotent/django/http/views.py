@@ -10,8 +10,8 @@ Who calls is known before the claim: Django REST framework calls a handler after
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextvars import Context, copy_context
+from collections.abc import Callable
+from contextvars import copy_context
 from functools import cache, partial, wraps
 from inspect import isawaitable
 from math import inf
@@ -111,7 +111,7 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
         if guards:
             # The protocol in the thread of this request; the view itself goes back to the event loop.
             asked.view = async_to_sync(view)
-            return await to_the_end(sync_to_async(asked.serve)())
+            return await to_the_end(asked.serve)
         found: Any = asked.serve()
         return await found if isawaitable(found) else found
 
@@ -214,32 +214,26 @@ class _Call(Exchange):
         return None
 
 
-async def to_the_end(work: Awaitable[T]) -> T:
-    """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
+async def to_the_end(work: Callable[[], T]) -> T:
+    """Have ``work`` done in the thread of the request; a cancellation is passed on when that is done.
 
     Django cancels a coroutine when its client hangs up. Between an effect and its record that would release the key,
     and the next attempt would charge once more. As it closes the thread of a request with the request, nobody leaves
     before the work is done.
     """
-    contexts: list[Context] = []
-
-    async def whole() -> T:
-        try:
-            return await work
-        finally:
-            contexts.append(copy_context())
-
-    task, cancelled = asyncio.ensure_future(whole()), None
+    task = asyncio.ensure_future(sync_to_async(lambda: (work(), copy_context()))())
+    cancelled = None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:  # noqa: PERF203  it may come more than once
             cancelled = error
-    # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
-    here = copy_context()
-    for variable, value in (item for context in contexts for item in context.items()):
-        if variable not in here or here[variable] is not value:
-            variable.set(value)
     if cancelled is not None:
         raise cancelled  # asyncio logs the exception of a task that nobody asks for it
-    return task.result()
+    found, context = task.result()
+    # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
+    here = copy_context()
+    for variable, value in context.items():
+        if variable not in here or here[variable] is not value:
+            variable.set(value)
+    return found
