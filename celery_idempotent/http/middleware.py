@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http.client import responses
@@ -24,7 +24,7 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, Headers, RequestRefused
 from celery_idempotent.http.guard import Exchange, Guard
-from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction
+from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction, sequence
 from celery_idempotent.http.requests import Request, read_header
 from celery_idempotent.keys.fingerprints import form
 from celery_idempotent.keys.stamp import is_text
@@ -39,24 +39,6 @@ if TYPE_CHECKING:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _each(accepts: Callable[[str], bool], message: str) -> Callable[[object], tuple[str, ...]]:
-    """Return a reader of one or more strings that ``accepts(each)``."""
-
-    def read(value: object) -> tuple[str, ...]:
-        found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else ()
-        if not found or not all(isinstance(each, str) and accepts(each) for each in found):
-            raise ValueError(message)
-        return found
-
-    return read
-
-
-_methods = _each(METHODS.__contains__, "must be a sequence of POST, PUT, PATCH and DELETE")
-_paths = _each(
-    lambda path: path.startswith("/"), 'must be a sequence of paths, which begin with "/"'
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiddlewareOptions(HttpOptions):
     """The options of the middleware: those of views but ``atomic``, and its own."""
@@ -68,8 +50,15 @@ class MiddlewareOptions(HttpOptions):
     atomic: bool = option(
         False, accept_if(lambda value: value is False, "needs Django: use @idempotent_view")
     )
-    methods: tuple[str, ...] = option(("POST", "PATCH"), _methods)
-    paths: tuple[str, ...] = option(("/",), _paths)
+    methods: tuple[str, ...] = option(
+        ("POST", "PATCH"), sequence(METHODS.__contains__, "POST, PUT, PATCH and DELETE")
+    )
+    paths: tuple[str, ...] = option(
+        ("/",),
+        sequence(
+            lambda path: isinstance(path, str) and path[:1] == "/", 'paths, which begin with "/"'
+        ),
+    )
     release_large: bool = option(False, flag)
     name: str = option(HTTP_NAMESPACE, accept_if(is_text, "must be a short string"))
 

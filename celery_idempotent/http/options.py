@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
-from typing import Final
+from typing import Any, Final
 
 from celery.utils.imports import symbol_by_name
 
@@ -49,13 +49,23 @@ def _key(value: object) -> str | RequestFunction:
     return value
 
 
-def _statuses(value: object) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError("must be a sequence")
-    found = tuple(value)
-    if not all(isinstance(each, int) and 100 <= each < 500 for each in found):
-        raise ValueError("must be statuses below 500; those from 500 are never stored")
-    return found
+def sequence(
+    accepts: Callable[[Any], bool], message: str, *, at_least: int = 1
+) -> Callable[[object], tuple[Any, ...]]:
+    """Return a reader of a sequence of values that ``accepts(each)``."""
+
+    def read(value: Any) -> tuple[Any, ...]:
+        is_one = isinstance(value, str) or not isinstance(value, Iterable)
+        found: tuple[Any, ...] = (None,) if is_one else (*value,)
+        if len(found) < at_least or not all(map(accepts, found)):
+            raise ValueError(f"must be a sequence of {message}")
+        return found
+
+    return read
+
+
+def _is_status(value: object) -> bool:
+    return isinstance(value, int) and 100 <= value < 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,8 @@ class HttpOptions:
     retention_ms: int = option(24 * 3_600_000, duration())
     wait_ms: int = option(0, duration())
     unstored: tuple[int, ...] = option(
-        (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429), _statuses
+        (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429),
+        sequence(_is_status, "statuses below 500; those from 500 are never stored", at_least=0),
     )
     max_request_bytes: int = option(10 * 1024 * 1024, whole_number)
     max_response_bytes: int = option(1024 * 1024, whole_number)
