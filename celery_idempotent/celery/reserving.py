@@ -83,7 +83,7 @@ class ReservedCall:
         raise NotImplementedError
 
     def ask(self, verb: Callable[[], T]) -> T:
-        """Return the answer of the store, or raise what becomes of a call without one."""
+        """Return the answer of the store, or raise the outcome of a call without one."""
         raise NotImplementedError
 
     def waits(self, record: Record) -> bool:  # noqa: ARG002
