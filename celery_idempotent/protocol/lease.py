@@ -115,7 +115,8 @@ class Heartbeat:
             if not self._started:
                 self._bell = _thread.allocate_lock()
                 _thread.start_new_thread(self._beat, ())
-                self._started = counters.has_writer = True
+                self._started = True
+            counters.has_writer = True
 
     def finish(self) -> None:
         """Have the thread do the last work of a process that ends, and wait for it."""
