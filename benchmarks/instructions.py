@@ -107,8 +107,8 @@ def _drained(session: Session, names: Sequence[str], favoured: str | None, more:
         start = end
     with session.server() as server, session.directory() as directory:
         log = directory / "cachegrind"
-        drain(Plan(blocks), server, directory, "--pool=solo", under=_cachegrind(log))
-        return _counted(log)
+        drain(Plan(blocks), server, directory, "--pool=solo", under=cachegrind(log))
+        return counted(log)
 
 
 def count(
@@ -128,18 +128,18 @@ def count(
     done(1, 1)  # writes the bytecode, if there is none
     logs = directory / "cachegrind-%p"
     counts: dict[str, list[int]] = {}
-    for line in done(20, more, under=_cachegrind(logs)).splitlines():
+    for line in done(20, more, under=cachegrind(logs)).splitlines():
         name, _, pid = json.loads(line)
-        counts.setdefault(name, []).append(_counted(logs.with_name(f"cachegrind-{pid}")))
+        counts.setdefault(name, []).append(counted(logs.with_name(f"cachegrind-{pid}")))
     return {name: (all_ - few) / more for name, (few, all_) in counts.items()}
 
 
-def _cachegrind(log: Path) -> Sequence[str]:
+def cachegrind(log: Path) -> Sequence[str]:
     options = ("--cache-sim=no", "--cachegrind-out-file=/dev/null", f"--log-file={log}")
     return ("valgrind", "--tool=cachegrind", *options)
 
 
-def _counted(log: Path) -> int:
+def counted(log: Path) -> int:
     found = re.search(r"I\s+refs:\s+([\d,]+)", log.read_text())
     if not found:
         raise BenchmarkError(f"cachegrind counted nothing:\n{log.read_text()[-2000:]}")

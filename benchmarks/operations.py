@@ -10,21 +10,12 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import redis
 
-from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Record,
-    Renewal,
-    ResultWrite,
-    SettledWith,
-    SettleRequest,
-    State,
-    Stored,
-)
+from celery_idempotent import records
+from celery_idempotent.records import Claimed, Identity, Record, SettleRequest, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -33,9 +24,7 @@ KEEP_MS = 24 * 3_600_000
 FINGERPRINT = bytes(range(16))
 
 #: 100 bytes of JSON.
-RESULT = Stored(
-    content_type="application/json", content_encoding="utf-8", body=b'"' + b"r" * 98 + b'"'
-)
+RESULT = Stored("application/json", "utf-8", b'"' + b"r" * 98 + b'"')
 
 Call = Callable[[], object]
 
@@ -49,7 +38,7 @@ def prepared_claim(store: Store, identity: Identity) -> Call:
     """Return the call with which a worker claims the key."""
     return functools.partial(
         store.claim,
-        ClaimRequest(
+        records.ClaimRequest(
             identity=identity,
             attempt=os.urandom(8),
             lease_ms=LEASE_MS,
@@ -75,24 +64,20 @@ def settle(store: Store, record: Record) -> bool:
     )
 
 
-def prepared_settle_with_result(store: RedisStore, record: Record) -> Callable[[], SettledWith]:
+def prepared_settle_with_result(
+    store: RedisStore, record: Record
+) -> Callable[[], records.SettledWith]:
     """Return the call with which a worker settles whose result backend is the store's own database.
 
     It writes what Celery would write for the result, 172 bytes.
     """
     task_id = str(uuid.uuid4())
-    meta: dict[str, object] = {
-        "status": "SUCCESS",
-        "result": None,
-        "traceback": None,
-        "children": [],
-        "date_done": "2026-01-01T00:00:00.000000+00:00",
-        "task_id": task_id,
-    }
+    meta: dict[str, Any] = {"status": "SUCCESS", "result": None, "traceback": None, "children": []}
+    meta |= {"date_done": "2026-01-01T00:00:00.000000+00:00", "task_id": task_id}
     return functools.partial(
         store.settle_with_result,
         SettleRequest(record=record, state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS),
-        ResultWrite(
+        records.ResultWrite(
             key=f"celery-task-meta-{task_id}".encode(),
             payload=json.dumps(meta).encode(),
             expires_s=KEEP_MS // 1000,
@@ -102,19 +87,15 @@ def prepared_settle_with_result(store: RedisStore, record: Record) -> Callable[[
 
 def prepared_renew(store: Store, record: Record) -> Call:
     """Return the call with which a heartbeat renews one lease."""
-    lease = Renewal(
-        identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
-    )
+    times = {"lease_ms": LEASE_MS, "keep_ms": KEEP_MS}
+    lease = records.Renewal(identity=record.identity, token=record.token, **times)
     return functools.partial(store.renew, [lease])
 
 
 def redis_operations(url: str) -> Mapping[str, Callable[[], Call]]:
     """Return what prepares a call of each verb, on a record in the state that it is for; empties the server."""
-    store, client, free = (
-        RedisStore(url),
-        redis.Redis.from_url(url),
-        map(identity, itertools.count()),
-    )
+    store, client = RedisStore(url), redis.Redis.from_url(url)
+    free = map(identity, itertools.count())
     client.flushall()
     one = client.script_load("return 1")
 

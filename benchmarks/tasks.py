@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
-from redis import ConnectionPool
 
 from benchmarks import libraries
 from benchmarks.stamps import Stamps
@@ -44,15 +42,6 @@ def make_app(
     )
     notes = Stamps(stamps) if stamps else None
 
-    @functools.cache
-    def connection() -> Any:
-        pool = ConnectionPool.from_url(backend)
-        return pool.connection_class(**pool.connection_kwargs)
-
-    def ping() -> None:
-        connection().send_command("PING")
-        connection().read_response()
-
     class Stamped:
         """Notes when a message is started: not in the body, which a replay does not reach."""
 
@@ -62,17 +51,6 @@ def make_app(
 
     class Plain(Stamped, PlainBase):
         abstract = True
-
-    class Floor(Plain):
-        """Two bare round trips around the body, by the cheapest way: what any such protocol costs at least."""
-
-        abstract = True
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            ping()
-            value = self.run(*args, **kwargs)
-            ping()
-            return value
 
     class Idempotent(Stamped, IdempotentTask):
         abstract = True
@@ -101,7 +79,6 @@ def make_app(
         define(name=name, base=base, shared=False, **options)(body)
 
     add("plain", Plain)
-    add("floor", Floor)
     add("plain_late", Plain, acks_late=True, reject_on_worker_lost=True)
     add("plain_ignore", Plain, ignore_result=True)
     add("plain_webhook", Plain, webhook)

@@ -18,7 +18,6 @@ CANDIDATES: dict[str, tuple[str, str, float | None]] = {
     "portable": ("the same, result stored apart", "plain", 1.15),
     "plain_late": ("celery.Task, acks_late", "plain", None),
     "by_argument_ignore": ("the same, ignore_result", "plain_ignore", 1.2),
-    "floor": ("celery.Task and two bare round trips", "plain", None),
 }
 
 

@@ -7,8 +7,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from celery.result import denied_join_result
 
@@ -64,14 +66,19 @@ def drain(
     step: Callable[[float], None] = lambda _: None,
     under: Sequence[str] = (),
     peers: bool = False,
+    subscribes: bool = False,
 ) -> Stamps:
     """Publish what is planned, then let one worker run all of it, until all were started.
 
-    ``under`` is a program that runs the worker.
+    ``under`` is a program that runs the worker; the publisher ``subscribes`` to each result, as it does by default.
     """
     path = directory / "stamps"
     stamps = Stamps(path, plan.messages)
-    _publish(plan, server, step, peers=peers)
+    app = make_app(broker=server.url(0), backend=server.url(1), peers=peers)
+    # Results are not waited for: to subscribe to each one would count in a time.
+    with nullcontext() if subscribes else denied_join_result():
+        _publish(plan, app, step)
+    app.close()
     environment = children_environment(
         BENCH_BROKER=server.url(0),
         BENCH_BACKEND=server.url(1),
@@ -92,10 +99,8 @@ def drain(
     return stamps
 
 
-def _publish(plan: Plan, server: Server, step: Callable[[float], None], *, peers: bool) -> None:
-    app = make_app(broker=server.url(0), backend=server.url(1), peers=peers)
-    # The results are not waited for: to subscribe to each one would count in the measurement.
-    with app.producer_pool.acquire(block=True) as producer, denied_join_result():
+def _publish(plan: Plan, app: Any, step: Callable[[float], None]) -> None:
+    with app.producer_pool.acquire(block=True) as producer:
         for task, numbers in plan.blocks:
             for place, number in enumerate(numbers):
                 args: tuple[int, ...] = (number,)
@@ -103,7 +108,6 @@ def _publish(plan: Plan, server: Server, step: Callable[[float], None], *, peers
                     args = (number, place % REPLAYED)
                 app.tasks[task].apply_async(args, producer=producer)
             step(len(numbers) / 2)
-    app.close()
 
 
 def _wait(

@@ -3,7 +3,7 @@
 -- KEYS     1 record · 2 leases · [3 index of failed records, for FAILED] · [the last: where the task's result goes]
 -- ARGV     1 'P', version and token that the record must begin with, '' for a result alone
 --          and to settle
---          2 new state and version · 3 life of the record, ms · 4 the record from its last change on, 0 for now
+--          2 new state and version · 3 life of the record, ms · 4 the record from its last change on, 0 (its third byte) for now
 --          5 the result · 6 its life in seconds, 0 for ever
 -- returns  'released' | 'settled' | 'stored': settled, and the result is there
 --          {record or nil, ms it has left, seconds, microseconds}: nothing was written
@@ -22,7 +22,7 @@ if ARGV[1] ~= '' then
   -- ZREM comes first, so that a server without memory left accepts the result of what it let in.
   redis.call('ZREM', KEYS[2], KEYS[1])
   local rest = ARGV[4]
-  if rest:sub(1, 8) == '\0\0\0\0\0\0\0\0' then
+  if rest:byte(3) == 0 then
     local time = redis.call('TIME')
     local now = time[1] * 1000 + math.floor(time[2] / 1000)
     if ARGV[2]:byte() == 70 then redis.call('ZADD', KEYS[3], string.format('%d', now + ARGV[3]), KEYS[1]) end
