@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import cache, partial, wraps
 from inspect import isawaitable
 from math import inf
@@ -221,19 +221,25 @@ async def to_the_end(work: Callable[[], T]) -> T:
     and the next attempt would charge once more. As it closes the thread of a request with the request, nobody leaves
     before the work is done.
     """
-    task = asyncio.ensure_future(sync_to_async(lambda: (work(), copy_context()))())
-    cancelled = None
+    contexts: list[Context] = []
+
+    async def whole() -> T:
+        try:
+            return await sync_to_async(work)()
+        finally:
+            contexts.append(copy_context())
+
+    task, cancelled = asyncio.ensure_future(whole()), None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:  # noqa: PERF203  it may come more than once
             cancelled = error
-    if cancelled is not None:
-        raise cancelled  # asyncio logs the exception of a task that nobody asks for it
-    found, context = task.result()
     # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
     here = copy_context()
-    for variable, value in context.items():
+    for variable, value in (item for context in contexts for item in context.items()):
         if variable not in here or here[variable] is not value:
             variable.set(value)
-    return found
+    if cancelled is not None:
+        raise cancelled  # asyncio logs the exception of a task that nobody asks for it
+    return task.result()
