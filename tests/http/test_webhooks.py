@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
+from celery import Celery
 from django.http import HttpResponse
 from django.test import RequestFactory
 
-from celery_idempotent.django.http import idempotent_view
+from celery_idempotent import IdempotentTask
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import open_store
 from tests.http.callers import Call, open_client
@@ -252,6 +254,35 @@ def test_a_body_over_the_limit_does_not_reach_the_function(receiver: Receiver) -
 def test_what_is_neither_a_header_nor_a_function_is_refused(receiver: Receiver, key: Any) -> None:
     with pytest.raises(InvalidOption, match="key of"):
         receiver.guard(key)
+
+
+@pytest.mark.usefixtures("_django")
+@pytest.mark.parametrize("found", [str, lambda key: ("evt", key)])
+def test_a_task_has_the_key_that_the_view_finds(found: Callable[[str], Any]) -> None:
+    app, runs, factory = (
+        Celery("hooks", broker="memory://"),
+        list[str](),
+        cast("Any", RequestFactory()),
+    )
+    app.conf.update(idempotency_store="memory://", task_always_eager=True)
+
+    @app.task(base=IdempotentTask)
+    def book(event: str) -> str:
+        runs.append(event)
+        return event
+
+    @keyed_view(key=lambda r: found(json.loads(r.body)["id"]), scope=lambda _: "sender")
+    def hook(request: Any) -> HttpResponse:
+        return enqueue(request, book, (request.idempotency_key,))
+
+    def deliver(body: bytes) -> HttpResponse:
+        return hook(factory.generic("POST", "/", body))
+
+    answers = [deliver(b'{"id": "e1", "n": %d}' % number) for number in range(2)]
+    assert [each.status_code for each in answers] == [202, 200]
+    assert deliver(b'{"id": "e2"}').status_code == 202
+    assert len(runs) == 2
+    assert deliver(b"{}").status_code == 400
 
 
 # The page -------------------------------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ from django.utils.asyncio import async_unsafe
 from celery_idempotent.celery.delivery import copied
 from celery_idempotent.django import outbox
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.requests import KEY_META, caller_scope, http_options, receive
+from celery_idempotent.django.http.requests import caller_scope, http_options, receive
 from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.transactions import first_on_commit, in_testcase
 from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.http.enqueueing import Order
-from celery_idempotent.http.requests import http_identity, read_key
+from celery_idempotent.http.requests import find_key, http_identity, read_header, read_key
+from celery_idempotent.keys.rules import canonical
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
@@ -94,10 +95,20 @@ class _DjangoOrder(Order):
     http_options: HttpOptions
 
     def read(self) -> tuple[str, object]:
-        plain = getattr(self.request, "_request", self.request)
-        header = plain.META.get(KEY_META)
-        key = read_key(header, required=self.http_options.required) or str(uuid.uuid4())
-        receive(plain, self.http_options)
+        plain, options = getattr(self.request, "_request", self.request), self.http_options
+        where, required, found = options.key, options.required, None
+        if isinstance(where, str):
+            found = read_key(read_header(plain.META, where), required=required, name=where)
+        receive(plain, options)
+        if callable(where):
+            given = find_key(where, (self.request,), required=required, name=str(self.task.name))
+            # A path has it as a str.
+            found = (
+                given
+                if given is None or isinstance(given, str)
+                else canonical(given, task="a request")
+            )
+        key = found or str(uuid.uuid4())
         scope = self.scope(self.request) if callable(self.scope) else self.scope
         return key, caller_scope(self.request, self.http_options) if scope is None else scope
 

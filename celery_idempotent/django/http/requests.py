@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 #: The one setting: a dict with any of the options of :class:`.HttpOptions`.
 HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 
-#: Where a request has its ``Idempotency-Key``.
-KEY_META: Final = "HTTP_IDEMPOTENCY_KEY"
-
 #: What Django raises for a request over one of its own limits.
 OVER_LIMITS: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
 
