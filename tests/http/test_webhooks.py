@@ -266,7 +266,7 @@ def test_a_task_has_the_key_that_the_view_finds(found: Callable[[str], Any]) -> 
     )
     app.conf.update(idempotency_store="memory://", task_always_eager=True)
 
-    @app.task(base=IdempotentTask)
+    @app.task(base=IdempotentTask, shared=False)
     def book(event: str) -> str:
         runs.append(event)
         return event
