@@ -111,11 +111,9 @@ class DjangoStore(base.Store):
 
         def work(session: Session) -> object:
             found = rows.claim_free_key(session, identity, args)
-            return (
-                records.Claimed(found)
-                if isinstance(found, Record)
-                else self._taken(verb, found, args)
-            )
+            if isinstance(found, Record):
+                return records.Claimed(found)
+            return self._taken(verb, found, args)
 
         return self.connections.run(work)
 

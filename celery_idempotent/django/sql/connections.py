@@ -244,9 +244,8 @@ class Connections:
     def _session(self, own: BaseDatabaseWrapper) -> contextlib.AbstractContextManager[Session]:
         """Return the session of one verb."""
         self.tested = self.tested or under_test()
-        if in_testcase(own) or (own.vendor == "sqlite" and not own.needs_rollback):
-            return self._joining(own)
-        return self._lent()
+        joins = in_testcase(own) or (own.vendor == "sqlite" and not own.needs_rollback)
+        return self._joining(own) if joins else self._lent()
 
     @contextlib.contextmanager
     def _joining(self, own: BaseDatabaseWrapper) -> Iterator[Session]:
