@@ -33,7 +33,6 @@ from celery_idempotent.settings import PREFIX, own_settings
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.records import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +53,6 @@ class Definition:
     call_behind: Callable[..., object] | None
     #: Its settle may store the result.
     fuses: bool
-
-    def place_of(self, identity: Identity) -> Identity:
-        """Return where a call of this key is reserved."""
-        return identity.waiting if self.policy.publish_once == "until_start" else identity
 
     def identify(
         self, args: Any, kwargs: Any, *, task_id: str, header: object = None, **about: Any
@@ -124,9 +119,8 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     name = str(task.name)
     refuse_unknown(own_settings(app), KNOWN, where="the app", prefix=PREFIX)
     policy, about = read_task_options(task, name, app.conf.get)
-    if (
-        policy.publish_once == "until_start"
-    ):  # the call that waits stands for later ones, whatever their arguments
+    # The call that waits stands for later ones, whatever their arguments.
+    if policy.publish_once == "until_start":
         about.setdefault("fingerprint", None)
     if policy.mode != "off":
         _check_body(task, base, observed=policy.mode == "observe")

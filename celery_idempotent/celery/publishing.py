@@ -262,7 +262,9 @@ class _Publication(ReservedCall):
         self.task, self.definition, self.store = task, definition, get_store(task.app)
         self.send, self.call, self.options = send, call, call.options
         self.call_id, self.key = call.options["task_id"], about.identity
-        self.identified = Identified(definition.place_of(about.identity), about.fingerprint)
+        self.until_start = definition.policy.publish_once == "until_start"
+        place = self.key.waiting if self.until_start else self.key
+        self.identified = Identified(place, about.fingerprint)
 
     def deadline_ms(self) -> int:
         return lost_after_ms(self.options)
@@ -297,22 +299,21 @@ class _Publication(ReservedCall):
 
     def make(self) -> CallResult:
         """Reserve the key and send the call; return its result, or that of an earlier call."""
-        policy = self.definition.policy
-        if self.is_staged and policy.publish_once == "until_start":
-            # Sent before: it may have started, and left its place.
-            found = self.store.get(self.key)
-            if found is not None and self.call_id in (found.task_id, *found.copies):
-                return self.task.AsyncResult(self.call_id)
         try:
+            if self.is_staged and self.until_start:
+                # Sent before: it may have started, and left its place.
+                found = self.ask(partial(self.store.get, self.key))
+                if found is not None and self.call_id in (found.task_id, *found.copies):
+                    return self.task.AsyncResult(self.call_id)
             record, is_duplicate = self.reserve_and_send(self.call_id)
         except _UnreservedError:
             # The worker's claim still guards the run: a second message does no harm.
             return self.send_now()
         if not is_duplicate:
             return note_duplicate(self.sent, None)
-        if policy.on_duplicate == "raise" and not self.is_staged:
+        if self.definition.policy.on_duplicate == "raise" and not self.is_staged:
             raise DuplicateCall(
-                f"{record.identity} was called before: task {record.task_id} is {record.state.value}.",
+                f"{self.key} was called before: task {record.task_id} is {record.state.value}.",
                 record.task_id,
                 record.state.value,
             )
