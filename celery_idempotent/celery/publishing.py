@@ -279,6 +279,10 @@ class _Publication(ReservedCall):
             return None
         return message_of(self.task, self.definition, self.call, record.task_id)
 
+    def answers(self, record: Record) -> bool:
+        # A sweep or an operator writes no result under the first id: then a worker answers this message.
+        return record.state is not State.FAILED and not record.settled_by_operator
+
     def ask(self, verb: Callable[[], T]) -> T:
         try:
             return verb()
@@ -317,8 +321,7 @@ class _Publication(ReservedCall):
                 record.task_id,
                 record.state.value,
             )
-        # A sweep or an operator writes no result under the first id: then a worker answers this message.
-        if record.state is State.FAILED or record.settled_by_operator:
+        if not self.answers(record):
             return note_duplicate(self.send_now(), record)
         return note_duplicate(self.task.AsyncResult(record.task_id), record)
 

@@ -98,6 +98,10 @@ class ReservedCall:
         """May this settled call be made anew?"""
         return False
 
+    def answers(self, record: Record) -> bool:  # noqa: ARG002
+        """Does the record answer the call here? Else a worker does, and reports that."""
+        return True
+
     # -- the decision --------------------------------------------------------------------------------------------------
 
     def reserve_and_send(self, task_id: str) -> tuple[Record, bool]:
@@ -141,7 +145,8 @@ class ReservedCall:
                         why = "it failed, and a request tries it again"
                         self.report(signals.forgotten, record, reason=why)
                 case _:
-                    self.report(signals.replayed, record)
+                    if self.answers(record):
+                        self.report(signals.replayed, record)
                     return record, True
 
     def reserve(self, task_id: str, message: bytes | None) -> Reservation:
