@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from pathlib import Path
 
+from docs import timelines
+
 ROOT = Path(__file__).parent.parent
 CHECKS = ROOT / "celery_idempotent" / "celery" / "checks.py"
 METRICS = ROOT / "celery_idempotent" / "metrics.py"
@@ -147,5 +149,6 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
+    timelines.PICTURE.write_text(timelines.draw(), encoding="utf-8")
     for each in pages():
         each.write_text(fill(each.read_text(encoding="utf-8")), encoding="utf-8")

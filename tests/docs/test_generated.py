@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generated
+from docs import generated, timelines
 
 
 @pytest.mark.parametrize("page", generated.pages(), ids=lambda page: page.name)
@@ -19,3 +19,7 @@ def test_every_generated_part_has_its_page() -> None:
     text = "".join(page.read_text() for page in generated.pages())
     for name in generated.GENERATED:
         assert text.count(f"<!-- generated: {name} -->") == 1
+
+
+def test_the_picture_of_timelines_is_drawn_from_its_text() -> None:
+    assert timelines.PICTURE.read_text() == timelines.draw(), "`make format` draws it anew"
