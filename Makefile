@@ -11,6 +11,7 @@ JOBS   ?= 8
 RERUNS ?= 0
 # With --reruns, even with 0, each test asks the first process over a socket, which takes 45 ms.
 attempts = $(if $(filter-out 0,$(RERUNS)),--reruns $(RERUNS))
+SINCE  ?= HEAD
 PORT   ?= 8000
 APP    ?= django
 
@@ -27,13 +28,14 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel dist demo serve bench clean
+.PHONY: help test quick test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel dist demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
 	@echo "  JOBS=8                so many test files at a time; 0 for one process, as pdb needs it"
+	@echo "  SINCE=main            for quick: what has changed since then (the last commit)"
 	@echo "  RERUNS=1              a second chance for a test that fails"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
 	@echo "  APP=fastapi           for serve: the payments API by FastAPI instead of Django"
@@ -44,6 +46,14 @@ help:  ## say what there is
 test: lint contracts  ## lint and import contracts, then the tests against the built wheel, and beside them types
 	@$(BIN)/mypy > $(VENV)/beside.log 2>&1 & beside=$$!; \
 	$(MAKE) --no-print-directory pytest; tests=$$?; \
+	wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((tests || beside))
+
+# What has changed since SINCE, and is not committed. Tests that start workers are left to `make test`.
+quick: wheel  ## under a minute: style, types, and the tests of what changed: make quick SINCE=main
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy > $(VENV)/beside.log 2>&1 & beside=$$!; \
+	{ git diff --name-only $(SINCE); git ls-files --others --exclude-standard; } | xargs $(BIN)/python -m tests.mutants --tests-of \
+	    | xargs --no-run-if-empty $(BIN)/pytest -q -n 2 -m "not worker and not wide" $(ARGS); tests=$$?; \
 	wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((tests || beside))
 
 test-all: export MARKED = -m "wide or not wide"

@@ -1,6 +1,7 @@
 """Is every mutant noticed? ``python -m tests.mutants [ids or groups] [--jobs n] [--list] [--tests path ...]``.
 
-``--quick celery/checks.py`` tries one mutant of that file by one of its tests, within a minute.
+``--quick celery/checks.py`` tries one mutant of that file by one of its tests, within a minute. ``--tests-of FILES``
+prints the tests without a worker that notice mutants of these files, which is what `make quick` runs.
 
 Each mutant is a real bug, put into a copy of the installed package; the tests that it names are run on the copy, and
 have to fail. The same tests run once without a mutant first: one that fails then proves nothing and is left out.
@@ -12,16 +13,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import Counter
 from multiprocessing.pool import ThreadPool
 from operator import itemgetter
+from pathlib import Path
 
 from tests.mutants.catalogue import Mutant, mutants
 from tests.mutants.running import Baseline, Verdict, fits, installed_package, measure, try_out
 
 #: The tests wait for workers most of the time, and leave the machine to others.
 _NICE = 10
+#: The folders of tests without a worker, the quickest first.
+_QUICK = ("unit", "stores", "http", "admin", "cli", "sql")
 
 
 def main() -> int:
@@ -32,11 +37,15 @@ def main() -> int:
         "--tests", nargs="+", help="run these rather than those that a mutant names"
     )
     parser.add_argument("--quick", metavar="file", help="one mutant of this file, by one test")
+    parser.add_argument("--tests-of", nargs="*", metavar="file", help="print tests, and end")
     parser.add_argument("--list", action="store_true", help="say what there is, and end")
     given = parser.parse_args()
     found = [m for m in mutants() if not given.wanted or {m.id, m.group} & set(given.wanted)]
     if unknown := set(given.wanted) - {word for m in found for word in (m.id, m.group)}:
         parser.error(f"no mutant and no group: {', '.join(sorted(unknown))}")
+    if given.tests_of is not None:
+        say("\n".join(sorted(tests_of(given.tests_of, found))))
+        return 0
     if given.quick:
         name = given.quick.removeprefix("celery_idempotent/")
         tries = [(_cost(tests), m, tests) for m in found if m.file == name for tests in m.killers]
@@ -54,6 +63,17 @@ def main() -> int:
         if not fits(each):
             say(f"MISFIT   {each.id}: its text is not in {each.file}, or is there twice")
     return run(found, tuple(given.tests or ()), given.jobs)
+
+
+def tests_of(changed: list[str], found: list[Mutant]) -> set[str]:
+    """Return quick tests of changed files: those that notice their mutants, changed tests, those of pages."""
+    names = {each.removeprefix("celery_idempotent/") for each in changed}
+    killers = {tests for each in found if each.file in names for tests in each.killers}
+    files = {tests.partition("::")[0] for tests in killers if _cost(tests)[0] < len(_QUICK)}
+    files |= {each for each in changed if re.match(r"tests/.*/test_\w+\.py$", each)}
+    if any(each.endswith(".md") for each in changed):
+        files |= {f"tests/docs/test_{name}.py" for name in ("docs", "generated", "plain_words")}
+    return {each for each in files if Path(each).exists()}
 
 
 def run(found: list[Mutant], instead: tuple[str, ...], jobs: int) -> int:
@@ -83,8 +103,8 @@ def run(found: list[Mutant], instead: tuple[str, ...], jobs: int) -> int:
 
 def _cost(tests: str) -> tuple[int, bool]:
     """Guess which tests are the quickest: those without a server, without a worker, one test of a file."""
-    folder, quick = tests.split("/")[1], ["unit", "stores", "http", "admin", "cli", "sql"]
-    return (quick.index(folder) if folder in quick else len(quick)), "::" not in tests
+    folder = tests.split("/")[1]
+    return (_QUICK.index(folder) if folder in _QUICK else len(_QUICK)), "::" not in tests
 
 
 def say(line: str) -> None:
