@@ -186,7 +186,7 @@ def ledger(tmp_path: Path) -> Ledger:
 def start_worker(
     request: pytest.FixtureRequest, tmp_path: Path, ledger: Ledger
 ) -> Iterator[Callable[..., Worker]]:
-    """Start workers that end with the test: ``start_worker("tests.worker.app", concurrency=2, env={...})``.
+    """Start workers that end with the test: ``start_worker("tests.delivery.app", concurrency=2, env={...})``.
 
     Takes what :class:`tests.support.workers.Worker` takes. The ledger's path is put in the environment.
     """

@@ -11,9 +11,9 @@ import pytest
 from celery_idempotent import get_store
 from celery_idempotent.records import Identity, State
 from tests.cli.running import Ran, run_idempotency
+from tests.delivery import app as app_module
 from tests.support import sites
 from tests.support.waiting import wait_for
-from tests.worker import app as app_module
 
 
 class Site(sites.Site):

@@ -26,7 +26,7 @@ from tests.support.workers import Worker
 
 REDIS = pytest.param("redis", id="redis")
 RABBITMQ = pytest.param("rabbitmq", id="rabbitmq", marks=pytest.mark.rabbitmq)
-#: Where the broker decides nothing: that RabbitMQ delivers to the same code is shown by tests/matrix and test_crashes.
+#: Where the broker decides nothing: that RabbitMQ delivers to the same code is shown by tests/delivery.
 RABBITMQ_TOO = pytest.param(
     "rabbitmq", id="rabbitmq", marks=[pytest.mark.rabbitmq, pytest.mark.wide]
 )

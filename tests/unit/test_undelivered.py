@@ -70,7 +70,7 @@ def part(**options: Any) -> Any:
     ("claim", "claimed"), [(None, False), (b"a process", True), (b"done", False)]
 )
 def test_a_chord_is_claimed_until_it_is_done(claim, claimed):
-    """Set by hand here; Celery's own claim, on Redis: ``tests/faults/test_sending.py``."""
+    """Set by hand here; Celery's own claim, on Redis: ``tests/delivery/test_histories.py``."""
     task, group = part(backend="cache+memory://"), f"claimed: {claim}"
     if claim:
         task.backend.set(task.backend.get_key_for_group(group, ".c"), claim)

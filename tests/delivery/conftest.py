@@ -1,0 +1,133 @@
+"""A site for each test: a broker, a store, a publisher in this process, and workers to watch and break."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import redis
+
+from celery_idempotent import Record, get_store
+from celery_idempotent.keys.rules import task_id_key
+from celery_idempotent.records import Identity
+from tests.delivery import app as app_module
+from tests.delivery.theatre import sides, theatre
+from tests.support import sites
+from tests.support.ledger import Ledger
+from tests.support.sites import IMPATIENT, RABBITMQ, RABBITMQ_TOO, REDIS
+from tests.support.waiting import wait_for
+from tests.support.watch import States
+from tests.support.workers import Worker
+
+__all__ = ["sides", "theatre"]
+
+pytest.register_assert_rewrite("tests.delivery.cells", "tests.delivery.scenarios")
+
+
+@dataclass
+class Site(sites.Site):
+    """A site whose workers may be broken."""
+
+    module: ClassVar[Any] = app_module
+
+    _states: list[States] = field(default_factory=list)
+
+    def workers(self, count: int, **options: Any) -> list[Worker]:
+        """Start workers side by side; return when all of them are ready."""
+        started = [self.worker(ready=False, **options) for _ in range(count)]
+        for worker in started:
+            _wait_until_ready(worker)
+        return started
+
+    def states(self, task_id: str) -> States:
+        """Watch what is stored for a task id from now on."""
+        states = States(self.redis, task_id)
+        self._states.append(states)
+        return states
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def record(self, name: str, key: str | None = None, *, task_id: str = "") -> Record | None:
+        """Return a record by its key, or that of a task without one by its task id."""
+        identity = Identity(namespace=name, key=task_id_key(task_id) if key is None else key)
+        return get_store(self.app).get(identity)
+
+    def length(self) -> int:
+        """Return how many messages wait in the queue."""
+        if self.broker == "redis":
+            with redis.Redis.from_url(self.settings["broker_url"]) as client:
+                return int(client.llen(self.queue))
+        with self.app.connection_for_read() as connection:
+            bound: Any = self.app.amqp.queues[self.queue].bind(connection.default_channel)
+            return int(bound.queue_declare(passive=False).message_count)
+
+    def idle(self, *task_ids: str) -> None:
+        """Wait until all messages of these tasks that were sent by now are done with."""
+        # The queue is in order: what was sent before this has arrived when this has.
+        self.publish("threads").get(timeout=30)
+
+        def done() -> bool:
+            counts = [
+                [self.ledger.count(phase, task_id=each) for each in task_ids]
+                for phase in ("received", "done")
+            ]
+            return counts[0] == counts[1]
+
+        wait_for(done, 30, "the end of all messages")
+
+    def conflicts(self, task_id: str | None = None) -> int:
+        return self.ledger.count("conflicted", task_id=task_id)
+
+    def close(self) -> None:
+        for states in self._states:
+            states.close()
+        super().close()
+
+
+def _wait_until_ready(worker: Worker) -> None:
+    wait_for(
+        lambda: " ready." in worker.log or not worker.running,
+        60,
+        lambda: f"{worker.name} to be ready; its log:\n{worker.tail()}",
+    )
+    assert worker.running, f"{worker.name} ended at once:\n{worker.tail()}"
+
+
+@pytest.fixture(params=[REDIS, RABBITMQ])
+def broker(request: pytest.FixtureRequest) -> str:
+    """The broker of this run of the test."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def open_site(
+    request: pytest.FixtureRequest, ledger: Ledger, start_worker: Callable[..., Worker]
+) -> Iterator[Callable[..., Site]]:
+    """Open a site for workers that will be broken: ``open_site("redis", idempotency_lease=2)``."""
+    with contextlib.ExitStack() as stack:
+
+        def open_site(broker: str, **settings: Any) -> Site:
+            settings = {"worker_enable_remote_control": False, **settings}
+            site = sites.open_site(Site, request, broker, ledger, start_worker, settings)
+            stack.callback(site.close)
+            if settings.get("broker_transport_options") == IMPATIENT:
+                stack.enter_context(sites.restoring(site))
+            return site
+
+        yield open_site
+
+
+@pytest.fixture(scope="session", params=[REDIS, RABBITMQ_TOO])
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """A site with one healthy worker of four processes, which no test breaks; keys are each test's own."""
+    with sites.share(
+        Site, request, tmp_path_factory, request.param, worker_enable_remote_control=False
+    ) as site:
+        site.worker(concurrency=4)
+        yield site

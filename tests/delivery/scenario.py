@@ -1,0 +1,72 @@
+"""How a scenario is written down: a sentence, and a function that plays it on one side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import celery
+
+from tests.delivery.sides import Stage
+
+CELERY = tuple(int(part) for part in celery.__version__.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What documents say, played on either side.
+
+    ``absent`` messages stay where no worker takes them, or end untold. ``since`` is the first Celery that does so.
+    What is ``slow`` begins first; what is ``alone`` (it touches Celery's global state) is played when all else is over.
+    ``differs`` names the announced differences that it shows: then the two sides are *not* equal.
+    """
+
+    sentence: str
+    play: Callable[[Stage], None]
+    absent: int
+    since: tuple[int, int]
+    differs: tuple[str, ...]
+    slow: bool
+    alone: bool
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+_all: list[Scenario] = []
+
+
+def scenario(
+    sentence: str,
+    *,
+    absent: int = 0,
+    since: tuple[int, int] = (5, 4),
+    differs: tuple[str, ...] | str = (),
+    slow: bool = False,
+    alone: bool = False,
+) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
+    """Register a scenario under its sentence."""
+
+    def register(function: Callable[[Stage], None]) -> Callable[[Stage], None]:
+        assert all(sentence != each.sentence for each in _all), f"twice: {sentence}"
+        named = (differs,) if isinstance(differs, str) else differs
+        _all.append(Scenario(sentence, function, absent, since, named, slow, alone))
+        return function
+
+    return register
+
+
+def scenarios(module: Any) -> list[Scenario]:
+    """Return the scenarios of a module that the Celery at hand knows."""
+    return [
+        each for each in _all if each.play.__module__ == module.__name__ and each.since <= CELERY
+    ]
+
+
+def everything() -> list[Scenario]:
+    """Return all scenarios, of every module and for every Celery."""
+    from tests.delivery import test_documented
+
+    assert test_documented.CANVAS
+    return list(_all)

@@ -1,0 +1,120 @@
+"""Messages that arrive more than once, in whatever way brokers and clients find to do that, run once."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from celery_idempotent import State
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from tests.delivery.conftest import Site
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+OWN = {"STARTED", "SUCCESS"}
+
+
+def results(site: Site, *task_ids: str) -> list[Any]:
+    return [site.result(task_id).get(timeout=20) for task_id in task_ids]
+
+
+def wait_for_phase(site: Site, count: int, phase: str, **which: str) -> None:
+    wait_for(
+        lambda: site.ledger.count(phase, **which) >= count,
+        20,
+        lambda: f"{count} × {phase} of {which}; ledger: {site.ledger.entries(**which)}",
+    )
+
+
+class TestOneKey:
+    def test_published_five_times_at_once_runs_once_and_everyone_gets_the_first_answer(
+        self, shared, key, gate
+    ):
+        published = [shared.publish("keyed", key, 0.0, gate.path) for _ in range(5)]
+        wait_for_phase(shared, 4, "conflicted", key=key)
+        gate.open()
+        answers = results(shared, *(each.id for each in published))
+        assert shared.ledger.count("start", key) == shared.ledger.count("end", key) == 1
+        assert len({each.id for each in published}) == 5
+        assert answers == [answers[0]] * 5
+        record = shared.record("keyed", key)
+        assert record is not None
+        assert record.state is State.COMPLETED
+        assert record.task_id == shared.ledger.entries("start", key)[0].task_id
+
+
+class TestAMessageOfAnOldPublisher:
+    """Its app does not import the library: no header, so the worker finds the key."""
+
+    @pytest.mark.parametrize("protocol", [1, 2])
+    def test_may_be_written_by_hand_in_any_protocol(self, shared, key, protocol):
+        task_id = str(uuid.uuid4())
+        if protocol == 1:
+            headers: dict[str, Any] = {}
+            body: Any = {"task": "keyed", "id": task_id, "args": [key], "kwargs": {}}
+        else:
+            headers = {"task": "keyed", "id": task_id}
+            body = [[key], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+        queue = shared.app.amqp.queues[shared.queue]
+        for _ in range(2):
+            with shared.app.producer_pool.acquire(block=True) as producer:
+                producer.publish(
+                    body,
+                    exchange=queue.exchange,
+                    routing_key=queue.routing_key,
+                    declare=[queue],
+                    serializer="json",
+                    correlation_id=task_id,
+                    headers=headers,
+                )
+        by_hand = shared.result(task_id).get(timeout=20)
+        assert shared.publish("keyed", key).get(timeout=20) == by_hand
+        wait_for_phase(shared, 2, "replayed", key=key)
+        assert shared.ledger.count("start", key) == 1
+
+
+class TestAReplacement:
+    def test_is_not_made_again_by_a_redelivery_while_it_works_or_after_its_end(
+        self, shared, key, gate
+    ):
+        message = shared.message("replacing", key, "a", gate.path)
+        states = shared.states(message.task_id)
+        result = shared.deliver(message)
+        wait_for_phase(shared, 1, "appended", key=key)
+        record = shared.record("replacing", key)
+        assert record is not None
+        assert (record.state, record.replaced) == (State.COMPLETED, True)
+
+        shared.deliver(message, times=2)
+        wait_for_phase(shared, 2, "replayed", task_id=message.task_id)
+        self.let_others_through(shared, key)
+        assert set(states.names()) == {"STARTED"}
+        gate.open()
+        assert result.get(timeout=20) == "a!"
+
+        shared.deliver(message, times=2)
+        wait_for_phase(shared, 4, "replayed", task_id=message.task_id)
+        self.let_others_through(shared, key)
+        assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1
+        assert result.get(timeout=20) == "a!"
+        assert set(states.names()) == OWN
+
+    def let_others_through(self, shared: Site, key: str) -> None:
+        """Give every free process something else to do: what it did before is over then."""
+        results(shared, *(shared.publish("guarded", f"{key}.next", 0.1).id for _ in range(4)))
+
+    def test_answers_a_duplicate_under_another_id_when_it_is_done(self, shared, key, gate):
+        first = shared.publish("replacing", key, "a", gate.path)
+        wait_for_phase(shared, 1, "appended", key=key)
+        message = shared.message("replacing", key, "a", gate.path)
+        states = shared.states(message.task_id)
+        second = shared.deliver(message)
+        # Longer than the lease of the task that was replaced.
+        wait_for(lambda: states.names().count("RETRY") >= 4, 20, lambda: f"RETRY: {states.names()}")
+        gate.open()
+        assert results(shared, first.id, second.id) == ["a!", "a!"]
+        assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1

@@ -1,0 +1,162 @@
+"""Every announced difference is there, and no other is taken out of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, chain
+
+from celery_idempotent import InvalidKey, InvalidOption
+from tests.delivery.announced import announced
+from tests.delivery.beside_app import OURS, PLAIN
+from tests.delivery.scenario import everything
+from tests.delivery.sides import PATIENCE, Side
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+Check = Callable[[Side], bool]
+
+
+def has_own_headers(side: Side) -> bool:
+    show = side.app.tasks["tests.show"]
+    result: Any = chain(show.si(), show.si()).apply_async()
+    result.get(timeout=PATIENCE)
+    (line,) = [x for x in lines(side, result.id) if x["kind"] == "prerun"]
+    return any(name.startswith("idempotency") for name in line["context"]["headers"] or {})
+
+
+def logs_more(side: Side) -> bool:
+    result = side.app.tasks["tests.works_early"].apply_async(("dies",), queue=side.mortal_queue)
+    with pytest.raises(Exception, match="SIGKILL"):
+        result.get(timeout=PATIENCE)
+    if side.ours:
+        wait_for(lambda: "its process" in side.mortal.log, PATIENCE, "the log")
+    return "] idempotency: " in side.mortal.log
+
+
+def shows_frames(side: Side) -> bool:
+    result = side.app.tasks["tests.fail"].delay()
+    result.get(timeout=PATIENCE, propagate=False)
+    assert "tests/delivery/beside_tasks.py" in result.traceback
+    return "/celery_idempotent/" in result.traceback
+
+
+def calls_bases_for_runs_only(side: Side) -> bool:
+    calling = side.app.tasks["tests.calling"]
+    task_id = f"{side.name}.calling"
+    for n in (1, 2):
+        calling.apply_async((n,), task_id=task_id).get(timeout=PATIENCE)
+        found = lines(side, task_id, ends=n)
+    return [each["what"] for each in found if each["kind"] == "note"] == ["called"]
+
+
+def sweeps(side: Side) -> bool:
+    inspected = side.app.control.inspect([side.node], timeout=PATIENCE, limit=1).registered()
+    registered = "celery_idempotent.sweep" in inspected[side.node]
+    for interval in (30, None):
+        app = make(side, idempotency_sweep_interval=interval)
+        app.finalize()
+        assert ("celery_idempotent.sweep" in app.conf.beat_schedule) is (
+            side.ours and interval is not None
+        )
+        app.close()
+    return registered
+
+
+def binds(side: Side) -> bool:
+    app = make(side)
+    task: Any = app.task(name="by_number", shared=False, idempotency_key="x")(numbered)
+    try:
+        task.apply_async((1.5,), connection=side.app.connection_for_write(), retry=False)
+    except InvalidKey:
+        return True
+    finally:
+        app.close()
+    return False
+
+
+def sends_what_was_refused(side: Side) -> bool:
+    """The broker takes nothing for the queue of the next step: its key is no list."""
+    queue, show = f"{side.name}.refused", side.app.tasks["tests.show"]
+    with redis.Redis.from_url(side.app.conf.broker_url) as broker:
+        broker.set(queue, "no list")
+        result: Any = chain(show.si(), show.si().set(queue=queue)).apply_async().parent
+        told = "is done, its callbacks are not all sent yet"
+        wait_for(lambda: result.ready() or told in side.worker.log, PATIENCE, "the refusal")
+        broker.delete(queue)
+        result.get(timeout=PATIENCE, propagate=False)
+        sent = bool(broker.llen(queue))
+        broker.delete(queue)
+    assert result.state == ("SUCCESS" if sent else "FAILURE")
+    return sent
+
+
+def refuses_coroutines(side: Side) -> bool:
+    app = make(side)
+    app.finalize()
+    try:
+        app.task(name="awaited", shared=False)(awaited)
+    except InvalidOption:
+        return True
+    finally:
+        app.close()
+    return False
+
+
+async def awaited() -> None: ...
+
+
+def numbered(x: float) -> float:
+    return x
+
+
+def make(side: Side, **conf: Any) -> Celery:
+    app = Celery("made", task_cls=OURS if side.ours else PLAIN, set_as_current=False)
+    conf = {"broker_url": side.app.conf.broker_url, "idempotency_store": "memory://", **conf}
+    app.conf.update(task_default_queue=f"{side.name}.made", **conf)
+    app.task(name="numbered", shared=False)(numbered)
+    return app
+
+
+def lines(side: Side, task_id: str, *, ends: int = 1) -> list[dict[str, Any]]:
+    def ended() -> list[dict[str, Any]]:
+        side.pump()
+        found = list(side.lines[task_id])
+        return found if [each["kind"] for each in found].count("postrun") == ends else []
+
+    return wait_for(ended, PATIENCE, f"the end of {task_id}")
+
+
+#: Those that the comparison does not see, with what shows them: not with Celery, but with ours.
+UNSEEN: dict[str, Check] = {
+    "own-headers": has_own_headers,
+    "sending": sends_what_was_refused,
+    "own-log-lines": logs_more,
+    "frames-in-tracebacks": shows_frames,
+    "calls-of-bases": calls_bases_for_runs_only,
+    "unfinished-bodies": refuses_coroutines,
+    "sweep-task": sweeps,
+    "binding-of-arguments": binds,
+}
+
+
+@pytest.mark.parametrize("difference", UNSEEN)
+def test_one_that_is_taken_out_of_the_comparison_is_there(sides, difference):
+    plain, ours = sides
+    assert UNSEEN[difference](ours)
+    assert not UNSEEN[difference](plain)
+
+
+def test_every_one_is_announced_and_every_announced_one_is_shown():
+    shown = {name for each in everything() for name in each.differs}
+    assert announced().keys() == shown | UNSEEN.keys()
+
+
+def test_each_says_why_and_how_to_get_celerys_behaviour():
+    for name, text in announced().items():
+        assert "*Why:*" in text, name
+        assert "*Celery's behaviour:*" in text, name

@@ -1,0 +1,204 @@
+"""Leases: what is alive keeps its claim however long it takes, and what was frozen past its lease is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from celery_idempotent import Record, State, get_store
+from celery_idempotent.celery.sweep import sweep
+from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from tests.delivery.conftest import Site
+    from tests.support.ledger import Entry
+    from tests.support.sites import Gate, Message
+    from tests.support.workers import Worker
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+LEASE = 2
+
+
+class TestARunFrozenPastItsLease:
+    """It wakes up, finishes, and learns that it is late: nothing of it is kept."""
+
+    def begin(self, site: Site, key: str, gate: Gate) -> tuple[Message, Entry, Worker]:
+        """Start a run; return its message, what it noted, and its worker."""
+        workers = site.workers(2, concurrency=1)
+        message = site.message("keyed", key, 0.0, gate.path)
+        site.deliver(message)
+        begun = wait_for(lambda: site.ledger.entries("start", key), 20, "a run")[0]
+        return message, begun, next(each for each in workers if begun.pid in each.children())
+
+    def takeover(self, site: Site, key: str, begun: Entry) -> Entry:
+        """Wait until the other worker has the key."""
+        runs = wait_for(lambda: site.ledger.entries("start", key)[1:], 30, "the other worker")
+        assert len(runs) == 1
+        assert runs[0].pid != begun.pid
+        assert runs[0].time - begun.time > LEASE - 0.5  # the claim came a little before the run
+        return runs[0]
+
+    def refused(self, site: Site, key: str, begun: Entry, loser: Worker, answer: Any) -> None:
+        """Wait for the end of the run that was frozen; make sure that it left no trace."""
+        said = f"Task keyed[{begun.task_id}] succeeded"
+        wait_for(lambda: said in loser.log, 20, "the frozen run to come to its end")
+        assert answer["run"] in loser.log.partition(said)[2].splitlines()[0]
+        assert [each.pid for each in site.ledger.entries("lease_lost", key)] == [begun.pid]
+        assert site.ledger.count("start", key) == site.ledger.count("end", key) == 2
+
+    @pytest.mark.parametrize("broker", [REDIS, RABBITMQ_TOO], indirect=True)
+    def test_answers_as_the_message_that_took_its_key(self, broker, open_site, key, gate):
+        """The process is frozen, its worker is not, so the broker notices nothing: the winner is another message."""
+        site = open_site(broker, idempotency_lease=LEASE)
+        message, begun, loser = self.begin(site, key, gate)
+        states = site.states(message.task_id)
+        loser.freeze(begun.pid)
+        second = site.publish("keyed", key, 0.0, gate.path)
+        winner = self.takeover(site, key, begun)
+        gate.open()
+        answer = second.get(timeout=20)
+        assert (winner.task_id, winner.pid) == (second.id, answer["pid"])
+        settled = site.record("keyed", key)
+        assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
+        assert states.names() == []
+
+        loser.thaw(begun.pid)
+        assert site.result(message.task_id).get(timeout=20) == answer
+        self.refused(site, key, begun, loser, answer)
+        assert site.record("keyed", key) == settled
+        assert [each["result"] for each in states.stored()] == [answer]
+        assert second.get(timeout=30) == answer
+
+    def test_answers_as_the_redelivery_of_its_own_message(self, broker, open_site, key, gate):
+        """Redis gives the message back after the visibility timeout, RabbitMQ when it misses the worker's heartbeat."""
+        frozen = (
+            {"broker_transport_options": IMPATIENT}
+            if broker == "redis"
+            else {"broker_heartbeat": 2}
+        )
+        site = open_site(broker, idempotency_lease=LEASE, **frozen)
+        message, begun, loser = self.begin(site, key, gate)
+        states = site.states(message.task_id)
+        loser.freeze()
+        winner = self.takeover(site, key, begun)
+        assert winner.task_id == begun.task_id
+        gate.open()
+        result = site.result(message.task_id)
+        answer = result.get(timeout=20)
+        assert answer["pid"] == winner.pid
+        settled = site.record("keyed", key)
+        assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
+
+        loser.thaw()
+        self.refused(site, key, begun, loser, answer)
+        assert site.record("keyed", key) == settled
+        stored = states.stored()
+        assert {each["status"] for each in stored} <= {"STARTED", "SUCCESS"}
+        assert all(each["result"] == answer for each in stored if each["status"] == "SUCCESS")
+        assert result.get(timeout=30) == answer
+
+
+class TestASweepBesideARun:
+    """A sweep ends the claim of a run that was frozen past its lease; nobody claims the key before the run goes on."""
+
+    def swept(self, site: Site, name: str, key: str, *args: Any) -> tuple[Any, Worker, int]:
+        """Freeze a run past its lease, and sweep; return its result, its worker and its process."""
+        worker = site.worker(concurrency=1)
+        result = site.publish(name, key, *args)
+        begun = wait_for(lambda: site.ledger.entries("start", key), 20, "a run")[0]
+        worker.freeze(begun.pid)
+        store = get_store(site.app)
+        wait_for(lambda: self.found(site, name, key).stale(store.now_ms()), 20, "the lease's end")
+        sweep(site.app)
+        return result, worker, begun.pid
+
+    def found(self, site: Site, name: str, key: str) -> Record:
+        """Return the record that there is."""
+        record = site.record(name, key)
+        assert record is not None
+        return record
+
+    @pytest.mark.parametrize("name", ["stepping", "ensuring"])
+    def test_leaves_the_run_its_claim(self, open_site, key, gate, name):
+        site = open_site("redis", idempotency_lease=LEASE)
+        result, worker, pid = self.swept(site, name, key, gate.path)
+        assert self.found(site, name, key).state is State.INTERRUPTED
+        gate.open()
+        worker.thaw(pid)
+        answer = result.get(timeout=20)
+        assert site.publish(name, key, gate.path).get(timeout=20) == answer
+        assert site.ledger.count("effect", key) == 1
+        record = self.found(site, name, key)
+        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 1)
+
+    def test_is_over_with_the_next_renewal(self, open_site, key, gate):
+        site = open_site("redis", idempotency_lease=LEASE)
+        result, worker, pid = self.swept(site, "keyed", key, 0.0, gate.path)
+        worker.thaw(pid)
+        processing = State.PROCESSING
+        wait_for(lambda: self.found(site, "keyed", key).state is processing, 10, "a renewal")
+        gate.open()
+        answer = result.get(timeout=20)
+        assert site.publish("keyed", key, 0.0, gate.path).get(timeout=20) == answer
+        assert site.ledger.count("end", key) == 1
+
+    def test_that_fails_it_is_corrected_by_its_late_value(self, open_site, key, gate):
+        site = open_site("redis", idempotency_lease=LEASE)
+        result, worker, pid = self.swept(site, "failed_late", key, 0.0, gate.path)
+        assert self.found(site, "failed_late", key).state is State.FAILED
+        gate.open()
+        worker.thaw(pid)
+        answer = result.get(timeout=20)
+        record = self.found(site, "failed_late", key)
+        assert (record.state, record.swept) == (State.COMPLETED, False)
+        assert site.publish("failed_late", key, 0.0, gate.path).get(timeout=20) == answer
+        assert site.ledger.count("end", key) == 1
+
+    def test_a_run_that_an_operator_completes_ends_as_a_duplicate(self, open_site, key, gate):
+        site = open_site("redis", idempotency_lease=30)
+        site.worker(concurrency=1)
+        result = site.publish("keyed", key, 0.0, gate.path)
+        wait_for(lambda: site.ledger.entries("start", key), 20, "a run")
+        task = site.app.tasks["keyed"]
+        assert task.idempotency_complete(key, "by hand", reason="the bank has it", force=True)
+        gate.open()
+        assert result.get(timeout=20) == "by hand"
+        assert self.found(site, "keyed", key).note.endswith(": the bank has it")
+
+
+def test_a_task_longer_than_its_lease_keeps_its_claim_in_children_that_fork_late(open_site, key):
+    """Each child runs one task, forked from a main process that has a claim, a heartbeat and a connection."""
+    site = open_site("redis", idempotency_lease=1)
+    elsewhere = site.new_queue()
+    site.worker(ready=False, concurrency=2, queues=[elsewhere], name="elsewhere")
+    worker = site.worker(
+        concurrency=2, wanted={"claim_before_fork": True}, arguments=["--max-tasks-per-child=1"]
+    )
+    assert site.record("keyed", "before the fork").state is State.COMPLETED
+    children = worker.children()
+
+    first = site.publish("keyed", key, 5.0)
+    wait_for(lambda: site.ledger.entries("start", key), what="the run")
+    duplicates = [site.publish("keyed", key, 5.0, queue=elsewhere) for _ in range(3)]
+    # No thread before the first claim; and the child that is forked next has one for its own.
+    idle = site.publish("threads").get(timeout=20)
+    assert idle["pid"] in children
+    assert idle["threads"] == 1
+    later = site.publish("keyed", f"{key}.later", 1.5)
+
+    answer = first.get(timeout=30)
+    assert answer["pid"] in children
+    assert answer["threads"] == 2
+    assert later.get(timeout=30)["pid"] not in [worker.pid, *children]
+    assert [each.get(timeout=20) for each in duplicates] == [answer] * 3
+    for run in (key, f"{key}.later"):
+        assert site.ledger.count("start", run) == site.ledger.count("end", run) == 1
+        record = site.record("keyed", run)
+        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 0, 1)
+    # The duplicates kept coming all the time, and went away again.
+    for each in duplicates:
+        assert 3 <= site.conflicts(each.id) <= 20
+    assert site.ledger.count("lease_lost") == 0

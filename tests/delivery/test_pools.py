@@ -1,0 +1,189 @@
+"""Pools of greenlets and of coroutines, and one that grows and shrinks: as any other."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import celery
+import pytest
+
+from celery_idempotent import State
+from tests.delivery.conftest import Site
+from tests.support import sites
+from tests.support.servers import need
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker, child_environment
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+#: How many greenlets a worker has: more than a worker usually has processes.
+MANY = 40
+#: Eventlet is patched by the same code of ours, in the same places.
+KINDS = ["gevent", pytest.param("eventlet", marks=pytest.mark.wide)]
+
+
+class Green(Site):
+    """A site whose one worker has many greenlets."""
+
+    pool: str
+    only: Worker
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def green(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Green]:
+    need(importlib.util.find_spec(request.param), request.param)
+    # With kombu's own 10 connections a greenlet may find none to acknowledge by, which ends the consumer.
+    settings = {
+        "idempotency_lease": 1,
+        "broker_transport_options": {"max_connections": 2 * MANY},
+        "worker_prefetch_multiplier": 4,
+    }
+    with sites.share(Green, request, tmp_path_factory, "redis", **settings) as site:
+        site.pool = request.param
+        site.only = site.worker(pool=request.param, concurrency=MANY)
+        yield site
+
+
+def started(site: Site, *keys: str) -> None:
+    for key in keys:
+        wait_for(partial(site.ledger.count, "start", key), 40, f"the run of {key}")
+
+
+def ran(site: Site, key: str) -> tuple[int, int]:
+    return site.ledger.count("start", key), site.ledger.count("end", key)
+
+
+class TestGreenlets:
+    def test_a_claim_is_renewed_while_a_body_outlives_its_lease(self, green, key, gate):
+        result = green.publish("keyed", key, 0.0, gate.path)
+        started(green, key)
+        first = green.record("keyed", key)
+
+        def renewed() -> bool:
+            record = green.record("keyed", key)
+            assert (record.state, record.token) == (State.PROCESSING, first.token)
+            return bool(record.deadline_ms > first.deadline_ms + 2000)
+
+        wait_for(renewed, 20, "the lease to be renewed, for more than two leases")
+        again = green.publish("keyed", key, 0.0, gate.path)
+        wait_for(lambda: green.conflicts(again.id), 20, "the conflict")
+        gate.open()
+        assert again.get(timeout=40) == result.get(timeout=40)
+        assert ran(green, key) == (1, 1)
+        assert green.record("keyed", key).crashes == 0
+
+    def test_each_of_many_sees_its_own_claim(self, green, key, gate):
+        keys = [f"{key}-{number}" for number in range(MANY - 5)]
+        sent = [green.publish("looking", each, gate.path) for each in keys]
+        started(green, *keys)  # all at once
+        gate.open()
+        for each, result in zip(keys, sent, strict=True):
+            assert result.get(timeout=40) == [[each, True, True]]
+            assert ran(green, each) == (1, 1)
+
+    def test_one_that_is_killed_gives_its_key_back(self, green, key, gate):
+        if green.pool == "gevent" and celery.VERSION[:2] < (5, 5):
+            pytest.skip("Celery's gevent pool kills nothing before 5.5")
+        bystander = green.publish("keyed", f"{key}-bystander", 0.0, gate.path)
+        victim = green.publish("keyed", key, 0.0, gate.path)
+        started(green, key, f"{key}-bystander")
+        green.app.control.revoke(victim.id, terminate=True)
+        wait_for(lambda: green.ledger.count("released", key), 40, "the release")
+        assert green.record("keyed", key) is None
+        wait_for(lambda: victim.state == "REVOKED", 40, lambda: victim.state)
+        gate.open()
+        assert green.publish("keyed", key, 0.0, gate.path).get(timeout=40)
+        assert bystander.get(timeout=40)
+        assert (ran(green, key), ran(green, f"{key}-bystander")) == ((2, 1), (1, 1))
+
+    def test_a_hard_limit_is_a_crash_whose_key_waits_for_the_lease(self, green, key, gate):
+        if green.pool == "eventlet":
+            pytest.skip("Celery's eventlet pool knows no time limits")
+        late = green.publish("keyed", key, 0.0, gate.path, time_limit=1)
+        with pytest.raises(Exception, match="TimeLimitExceeded"):
+            late.get(timeout=40)
+        assert green.record("keyed", key).state is State.PROCESSING
+        gate.open()
+        assert green.publish("keyed", key, 0.0, gate.path).get(timeout=40)
+        assert green.record("keyed", key).crashes == 1
+        assert green.ledger.count("released", key) == 0
+        assert ran(green, key) == (2, 1)
+        assert "could not look after" not in green.only.log
+        assert "Traceback" not in green.only.log.partition("Hard time limit")[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_gets_the_answer_to_a_greenlet_that_was_killed(kind: str, databases: Iterator[str]):
+    need(importlib.util.find_spec(kind), kind)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("crowding.py"), kind, next(databases)],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["killed"] == 60
+    assert found["done"] >= 40 * 12
+
+
+def test_a_coroutine_is_completed_when_it_is_done_and_runs_again_if_it_is_not(open_site, key, gate):
+    """In the pool of celery-aio-pool, by a base that runs coroutines on the pool's own loop."""
+    site = open_site("redis", idempotency_lease=2, broker_transport_options=sites.IMPATIENT)
+    worker = site.worker(
+        pool="custom", env={"CELERY_CUSTOM_WORKER_POOL": "celery_aio_pool.pool:AsyncIOPool"}
+    )
+    site.publish("awaited", key, gate.path, ignore_result=True)
+    started(site, key)
+    assert site.record("awaited", key).state is State.PROCESSING
+    worker.kill()
+    gate.open()
+    worker.start()
+    answer = site.publish("awaited", key, gate.path).get(timeout=40)
+    assert ran(site, key) == (2, 1)
+    assert site.record("awaited", key).state is State.COMPLETED
+    assert site.publish("awaited", key, gate.path).get(timeout=40) == answer
+    assert ran(site, key) == (2, 1)
+
+
+def test_a_pool_that_grows_and_shrinks_leaves_nothing_undone(open_site, key, gate):
+    site = open_site("redis", idempotency_lease=2, worker_prefetch_multiplier=4)
+    worker = site.worker(
+        arguments=["--autoscale=5,1"],
+        env={"AUTOSCALE_KEEPALIVE": "0.5"},
+        fresh=True,  # it is read when Celery is imported
+    )
+    keys = [f"{key}-{number}" for number in range(5)]
+    sent = [site.publish("keyed", each, 0.0, gate.path) for each in keys]
+    started(site, *keys)
+    assert len({e.pid for each in keys for e in site.ledger.entries("start", each)}) == 5
+    gate.open()
+    assert all(result.get(timeout=40) for result in sent)
+    # It shrinks to one, and grows again; then it is given work while more of its children are about to end.
+    for wanted in (1, 4):
+        wait_for(
+            lambda wanted=wanted: len(worker.children()) <= wanted,
+            40,
+            f"the pool to shrink to {wanted}",
+        )
+        burst = [f"{key}-{uuid.uuid4().hex}" for _ in range(8)]
+        sent = [site.publish("keyed", each, 0.0, gate.path) for each in burst + burst]
+        assert all(result.get(timeout=40) for result in sent)
+        keys += burst
+    for each in keys:
+        record = site.record("keyed", each)
+        assert (record.state, record.crashes) == (State.COMPLETED, 0)
+        assert ran(site, each) == (1, 1)

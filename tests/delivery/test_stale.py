@@ -1,0 +1,171 @@
+"""``idempotency_on_stale``: what a sweep does about a run whose worker never came back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from celery_idempotent import Record, get_store
+from celery_idempotent.celery.sweep import SWEEP, sweep
+from celery_idempotent.errors import ProcessingTimedOut
+from celery_idempotent.records import State
+from tests.delivery.conftest import Site
+from tests.support.apps import environment
+from tests.support.sites import RABBITMQ_TOO, REDIS
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker, child_environment
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+
+@pytest.fixture
+def site(request, open_site):
+    """A site whose leases last a second."""
+    return open_site(getattr(request, "param", "redis"), idempotency_lease=1)
+
+
+ON_BOTH = pytest.mark.parametrize("site", [REDIS, RABBITMQ_TOO], indirect=True)
+
+
+def lose(site: Site, name: str, *args: Any, **options: Any) -> tuple[Worker, Any]:
+    """Publish, take the whole worker down while the task runs, and wait for the end of its lease."""
+    worker = site.worker(concurrency=2)
+    message = site.message(name, *args, **options)
+    result = site.deliver(message)
+    wait_for(lambda: site.ledger.count("start", args[0]), 30, "the run")
+    worker.kill()
+    stale = found(site, name, args[0])
+    assert stale.state is State.PROCESSING
+    wait_for(lambda: stale.stale(get_store(site.app).now_ms()), what="the end of the lease")
+    return worker, (result, message)
+
+
+def found(site: Site, name: str, key: str) -> Record:
+    record = site.record(name, key)
+    assert record is not None
+    return record
+
+
+class TestFail:
+    @ON_BOTH
+    def test_a_lost_run_fails_for_good(self, site, key, gate):
+        worker, (first, message) = lose(site, "failed_late", key, 0.0, gate.path)
+        if site.broker == "redis":
+            worker.start()
+            counts = site.app.tasks[SWEEP].delay().get(timeout=30)
+            site.deliver(message)
+        else:  # which gives the message back as soon as there is a worker
+            counts = sweep(site.app)
+            worker.start()
+        assert (counts["interrupted"], counts["failed"]) == (1, 1)
+        record = found(site, "failed_late", key)
+        assert (record.state, record.crashes) == (State.FAILED, 1)
+        # So does the task itself, should its message come back.
+        for result in (site.publish("failed_late", key, 0.0, gate.path), first):
+            with pytest.raises(ProcessingTimedOut, match="did not come back"):
+                result.get(timeout=30)
+        assert site.ledger.count("start", key) == 1
+
+    @ON_BOTH
+    def test_a_message_that_comes_back_before_the_sweep_does_not_run(self, site, key, gate):
+        """The main process saw its child die, and the message is there at once."""
+        worker = site.worker(concurrency=2)
+        first = site.publish("failed_late", key, 0.0, gate.path)
+        (start,) = wait_for(lambda: site.ledger.entries("start", key), 30, "the run")
+        worker.kill_child(start.pid)
+        with pytest.raises(ProcessingTimedOut, match="did not come back"):
+            first.get(timeout=30)
+        assert site.ledger.count("start", key) == 1
+        record = found(site, "failed_late", key)
+        assert (record.state, record.crashes) == (State.FAILED, 1)
+
+
+class TestRequeue:
+    @ON_BOTH
+    def test_many_sweeps_send_a_lost_message_once(self, site, key, gate):
+        """Though it expired meanwhile: it began in time, and a copy that a worker discards would be sent for ever."""
+        expired = time.time() + 4
+        worker, (first, _) = lose(site, "requeued", key, 0.0, gate.path, expires=4)
+        assert site.length() == 0
+        wait_for(lambda: time.time() > expired, what="the time at which it expires")
+        with ThreadPoolExecutor(8) as pool:
+            counts = list(pool.map(lambda _: sweep(site.app), range(16)))
+        assert sum(each["requeued"] for each in counts) == 1
+        wait_for(lambda: site.length() == 1, what="one message")
+        record = found(site, "requeued", key)
+        assert (record.state, record.crashes, record.task_id) == (State.QUEUED, 1, first.id)
+        gate.open()
+        worker.start()
+        assert first.get(timeout=30)
+        assert sweep(site.app)["requeued"] == 0
+        assert site.ledger.count("received", task_id=first.id) == 2
+        assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (2, 1)
+
+    def test_a_sweep_that_dies_before_it_sends_loses_nothing(self, site, key, gate):
+        """The message is sent again after the deadline, and not before."""
+        worker, (first, _) = lose(site, "requeued", key, 0.0, gate.path)
+        program = """
+            import os
+            from celery.signals import before_task_publish
+            from celery_idempotent.celery import sweep
+            from tests.delivery import app as app_module
+
+            sweep.REQUEUE_MS = 3000
+            before_task_publish.connect(lambda **_: os._exit(9), weak=False)
+            sweep.sweep(app_module.app)
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env=child_environment(environment(site.settings)),
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 9, done.stderr.decode()
+        record = found(site, "requeued", key)
+        assert record.state is State.QUEUED
+        wait_for(lambda: sweep(site.app)["requeued"], 30, "the deadline", interval=0.1)
+        assert time.time() * 1000 >= record.deadline_ms
+        assert site.length() == 1
+        gate.open()
+        worker.start()
+        assert first.get(timeout=30)
+        assert site.ledger.count("end", key) == 1
+
+    def test_a_process_that_dies_before_its_retry_is_out_loses_nothing(self, site, key):
+        """The key is free, the retry is not published, and the broker has no message any more."""
+        site.worker(concurrency=1)
+        first = site.publish("requeued_retrying", key)
+        wait_for(lambda: site.ledger.count("crash", key), 30, "the crash")
+        record = found(site, "requeued_retrying", key)
+        assert (record.state, record.task_id) == (State.QUEUED, first.id)
+
+        def ended() -> bool:
+            sweep(site.app)
+            return bool(site.ledger.count("end", key))
+
+        wait_for(ended, 30, "the run of a retry", interval=0.2)
+        assert first.get(timeout=30)
+        # Of the message that was lost, of the one that the sweep sent, of the retry.
+        assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (3, 1)
+
+    def test_an_interrupted_run_keeps_what_it_needs_to_be_sent_again(self, site, key, gate):
+        """As an operator would send it: the message has all options of the first."""
+        options: dict[str, Any] = {"priority": 3, "soft_time_limit": 50, "headers": {"mine": "x"}}
+        _, (_, message) = lose(site, "requeued", key, 0.0, gate.path, **options)
+        record = found(site, "requeued", key)
+        assert get_store(site.app).requeue(record.identity, deadline_ms=60_000) is not None
+        assert sweep(site.app)["requeued"] == 0
+        again = site.app.tasks["requeued"]._definition.codec.load_message(record.message)
+        again.apply_async()
+        (sent,) = site.take(site.queue, 1)
+        same = ("id", "task", "timelimit", "mine", "idempotency", "retries", "root_id")
+        assert {name: sent.headers[name] for name in same} == {
+            name: message.headers[name] for name in same
+        }
