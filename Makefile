@@ -28,7 +28,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test quick test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel dist demo serve bench clean
+.PHONY: help test quick test-all pytest proof matrix lint format types contracts docs site links linkcheck recording wheel dist demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ test-all: test  ## as test, with what it leaves out: isolation levels, the whole
 
 pytest: wheel $(VENV)/.compiled  ## the tests alone: make pytest ARGS='tests/unit -k claim'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) $(attempts) -r aR $(MARKED) $(ARGS)
+
+proof: $(VENV)/.dev  ## what is proven, in one table: a quarter of an hour, or make proof ARGS='--full --seed 7'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.proof $(ARGS)
 
 # tox looks for interpreters on the PATH: pyenv's are put there.
 matrix: $(VENV)/.dev  ## the oldest and the newest of all that is supported, on each Python that is here: an hour

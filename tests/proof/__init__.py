@@ -1,0 +1,35 @@
+"""The proof that anyone can rerun: ``python -m tests.proof`` explores, replays and breaks, and prints one table.
+
+A part is a module of this folder, named in ``PARTS``, with ``run(options) -> list[Row]``. A part that is tried alone
+is named: ``python -m tests.proof model traces``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: In the order of the table. The shortest come first: what is broken shows early.
+PARTS: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked for: all (``--full``: an hour, else minutes), and the ``seed`` of what is chosen by chance."""
+
+    full: bool = False
+    seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table: ``what`` was done, ``how_many`` times, what was ``found``, and the command that repeats it.
+
+    ``held``: is that what is promised? One row that is not makes the command end with 1.
+    """
+
+    name: str
+    what: str
+    how_many: str
+    found: str
+    command: str
+    held: bool
