@@ -197,7 +197,7 @@ class SettleRequest:
 
     Without ``restore``, from a caller that did not run it, a record that is gone or in another state than ``record``
     stays so. ``swept``: it comes from a sweep, and the owner may still replace it. An operator's ``note`` gives the
-    record a new token, which refuses the earlier run.
+    record a new token, which refuses the earlier run. ``message``: for a person to run a failed one again.
     """
 
     record: Record
@@ -208,6 +208,7 @@ class SettleRequest:
     restore: bool = True
     swept: bool = False
     note: str = ""
+    message: bytes | None = field(default=None, repr=False)  # has arguments
 
 
 @dataclass(slots=True)

@@ -107,9 +107,8 @@ class Delivery(republish.DeliveredRun):
         if request.is_eager:
             self.open_transactions = getattr(task, "transactions_around", None)
         elif self.policy.on_stale == "requeue" and self.policy.mode != "observe":
-            # For the sweep, and without an expiry: the operation has begun. Only observed, it would run twice.
-            again = republish.as_published(task, request, expires=None)
-            self.message = self.codec.dump_message(again)
+            # Only observed, it would run twice.
+            self.message = self._dump_message()  # for the sweep
 
     def _identify(self) -> Identified:
         """Return the identity of this delivery, or raise ``InvalidKey``."""
@@ -142,6 +141,11 @@ class Delivery(republish.DeliveredRun):
             request.headers = stamp.with_stamp(headers, task_id, identified)
         return identified
 
+    def _dump_message(self) -> bytes | None:
+        """Serialize this message without an expiry: the operation has begun."""
+        again = republish.as_published(self.task, self.request, expires=None)
+        return self.definition.codec.dump_message(again)
+
     # -- the hooks of a run --------------------------------------------------------------------------------------------
 
     def open_store(self) -> Store:
@@ -167,6 +171,13 @@ class Delivery(republish.DeliveredRun):
         """Have the record marked once Celery has sent the callbacks."""
         if self.policy.mode == "enforce":
             callbacks.expect_callbacks(self, state, self.record.token)
+
+    def kept_message(self) -> bytes | None:
+        """Return the message, where a record is to keep it; of one that is only observed, which ran, none."""
+        is_kept = self.policy.keep_message or self.keeps_failure
+        if self.request.is_eager or self.policy.mode == "observe" or not is_kept:
+            return self.message
+        return self.message or self._dump_message()
 
     def is_over_time(self) -> bool:
         """Does the hard time limit end the process? It comes as SIGTERM, a moment before SIGKILL."""

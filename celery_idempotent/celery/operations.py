@@ -62,10 +62,10 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
     ),
     "requeue": Meaning(
         "requeued",
-        "publishes the stored message again, under the same task id.",
-        "only an INTERRUPTED or a PROCESSING record that keeps its message"
-        ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
-        frozenset({State.PROCESSING, State.INTERRUPTED}),
+        "runs it again: publishes the stored message, under the same task id.",
+        "only a FAILED, INTERRUPTED or PROCESSING record that keeps its message (idempotency_keep_message, or"
+        ' idempotency_on_stale="requeue") can be requeued: call the task again, if it FAILED after forget.',
+        frozenset({State.PROCESSING, State.INTERRUPTED, State.FAILED}),
         State.QUEUED,
     ),
     "complete": Meaning(

@@ -325,6 +325,8 @@ def _risk(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -> 
         "may have taken effect: then callers do not learn its result.": operation == "fail",
         f"{took}: the next call does it a second time.": state is State.COMPLETED,
         "waited: if its message still comes, it runs; a further call may then run as well.": queued,
+        "failed, as its chord, link_error and callers were told: what it did before that, steps included, is done"
+        " again.": operation == "requeue" and state is State.FAILED,
         "was rolled back in the database: what it did elsewhere may be done twice.": rolled_back,
         "may have run in part: what it did may be done twice. Check the outside system first.": True,
     }

@@ -137,6 +137,7 @@ def end_record(
         restore=False,  # a key that was released a moment ago stays free
         swept=not note,
         note=note,
+        message=record.message if state is State.FAILED else None,
     )
     store = get_store(app)
     settled, found = store.settle(request), store.get(record.identity)

@@ -139,6 +139,10 @@ class Run(Claim):
     def settled(self, state: EndState) -> None:
         """React to an end state that is written and reported."""
 
+    def kept_message(self) -> bytes | None:
+        """Return the message that the record of a failure keeps, for a person to run it again."""
+        return None
+
     def is_over_time(self) -> bool:
         """Does the hard time limit of this run end the process?"""
         return False
@@ -425,16 +429,19 @@ def _refuse_poison(run: Run, record: Record) -> bool:
 def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
     """Return the request that settles a run: without a value, if the outcome cannot be serialized."""
     value: Stored | None = None
+    message = None
     if not run.replaced:
         dump = run.codec.dump_value if state is COMPLETED else run.codec.dump_error
         try:
             value = dump(outcome)
+            if state is FAILED:
+                message = run.kept_message()
         except Exception as error:  # noqa: BLE001  of classes of any kind
             log_not_kept(run.identity, state, error)
     keep_ms = run.policy.settled_keep_ms
     if run.record.copies:  # they may wait in a queue for long
         keep_ms = max(keep_ms, COPIES_MS)
-    return SettleRequest(run.record, state, value, keep_ms, run.replaced)
+    return SettleRequest(run.record, state, value, keep_ms, run.replaced, message=message)
 
 
 def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) -> None:

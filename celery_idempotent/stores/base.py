@@ -202,7 +202,7 @@ class Store(ABC):
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
-        """Make an INTERRUPTED or stale record with a message QUEUED, or the one with this ``token``."""
+        """Make an INTERRUPTED, FAILED or stale record with a message QUEUED, or the one with this ``token``."""
         args = VerbArguments({"note": note}, b"", token=token, delay_ms=deadline_ms)
         return self._at(identity, lambda snapshot: self._do("requeue", snapshot, args)[1])
 

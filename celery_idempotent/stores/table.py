@@ -58,6 +58,8 @@ RUN = _without(WHOLE, "swept")
 #: The fields that stay when an operator ends a claim: a new token refuses its run.
 OPERATED = _without(RUN, "token", "note")
 ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
+#: The fields that stay when an operator runs a failed call again; with its crashes it would be refused at once.
+AGAIN = _without(OPERATED, "value", "replaced", "delivered", "crashes")
 #: The fields that stay when a reservation is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
@@ -177,9 +179,10 @@ TABLE: tuple[Rule, ...] = (
     *_lost("mark_delivered", *LIVE),
     *[Rule("mark_delivered", (state,), "", "marked", state, _without(UNCHANGED, "delivered")) for state in ENDS],
 
-    Rule("requeue", (None, QUEUED, *ENDS), "", "none"),
+    Rule("requeue", (None, QUEUED, State.COMPLETED), "", "none"),
     Rule("requeue", ANY, "another token", "none"),
-    Rule("requeue", (PROCESSING, INTERRUPTED), "has no message", "none"),
+    Rule("requeue", (PROCESSING, INTERRUPTED, State.FAILED), "has no message", "none"),
+    Rule("requeue", (State.FAILED,), "", "requeued", QUEUED, AGAIN, life="longer", resends=True),
     Rule("requeue", (PROCESSING,), "before its deadline, no token given", "none"),
     Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, OPERATED, crashes=1, life="longer", resends=True),
     Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, OPERATED, life="longer", resends=True),

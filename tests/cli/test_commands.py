@@ -214,6 +214,8 @@ def _operated(operation: Any, *, on: str = "stale", **settings: Any) -> Callable
         record = claim(store, "o", lease_ms=-1, message=codec.dump_message(task.s("o")))
         if on == "interrupted":
             store.interrupt(record.identity, token=record.token)
+        if on == "failed":
+            task.idempotency_fail("o")
         method = getattr(task, f"idempotency_{operation}")
         value = ("ch_17",) if operation == "complete" else ()
         assert method("o", *value, who="alice", reason="the bank has it")
@@ -245,6 +247,14 @@ HAPPENED: dict[str, tuple[Callable[[MemoryStore], None], list[str]]] = {
     "requeued": (
         _operated("requeue", on="interrupted"),
         ["is QUEUED", "leases without a result: 1", "requeue by alice: the bank has it"],
+    ),
+    "run again": (
+        _operated("requeue", on="failed"),
+        ["is QUEUED", "From 20", "a sweep publishes its message again", "requeue by alice"],
+    ),
+    "may run again": (
+        _operated("fail"),
+        ["requeue runs it again: publishes the stored message", "chord, link_error and callers"],
     ),
     "timed out": (_swept, ["with ProcessingTimedOut", "leases without a result: 1"]),
     "gave up": (_given_up, ["with TooManyCrashes", "leases without a result: 4"]),

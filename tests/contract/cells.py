@@ -271,7 +271,9 @@ class CellContract(ContractBase):
             case State.INTERRUPTED:
                 assert store.interrupt(KEY, token=claim.token)
             case _ if found.name in END_STATE_BY_NAME:
-                assert self.settle(store, claim, END_STATE_BY_NAME[found.name], swept=scene.swept)
+                end = END_STATE_BY_NAME[found.name]
+                message = scene.stored_message if found is State.FAILED else None
+                assert self.settle(store, claim, end, swept=scene.swept, message=message)
                 life_ms = self.keep_ms
         return claim, life_ms
 

@@ -73,6 +73,8 @@ def _define(app: Celery) -> None:
     idempotent(name="early", acks_late=False)(work)
     refusing: dict[str, Any] = {"idempotency_permanent_errors": (Refused,)}
     idempotent(name="refused", idempotency_key="key", **refusing)(refused)
+    kept = {**refusing, "idempotency_keep_message": True}
+    idempotent(name="refused_once", idempotency_key="key", **kept)(refused_once)
 
     idempotent(name="killing", idempotency_key="key")(killing)
 
@@ -158,6 +160,15 @@ def refused(self: Any, key: str) -> None:
     """Fail for good."""
     Ledger.from_env().append("start", key, self.request.id)
     raise Refused(f"the card of {key} expired", 4)
+
+
+def refused_once(self: Any, key: str) -> str:
+    """Fail for good, but only the first time."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    if ledger.count("start", key) == 1:
+        raise Refused("this number is blocked today")
+    return key
 
 
 def killing(self: Any, key: str) -> None:

@@ -7,14 +7,17 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+from celery import chain
 
 from celery_idempotent import Record, get_store
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import ProcessingTimedOut
 from celery_idempotent.records import State
+from tests.delivery.app import Refused
 from tests.delivery.conftest import Site
 from tests.support.apps import environment
 from tests.support.sites import RABBITMQ_TOO, REDIS
@@ -169,3 +172,22 @@ class TestRequeue:
         assert {name: sent.headers[name] for name in same} == {
             name: message.headers[name] for name in same
         }
+
+
+@ON_BOTH
+def test_a_failed_task_that_keeps_its_message_runs_again(site, key):
+    """Its result goes from FAILURE to SUCCESS, and the rest of its chain runs."""
+    site.worker(concurrency=1)
+    task = site.app.tasks["refused_once"]
+    last = chain(task.s(key), site.app.tasks["appending"].s())()
+    first = last.parent
+    with pytest.raises(Refused):
+        first.get(timeout=30)
+    assert found(site, "refused_once", key).message is not None
+    assert task.idempotency_requeue(key, who="alice")
+    for each in first, last:  # Celery failed the rest of the chain, too
+        end = partial(site.app.AsyncResult, each.id)
+        wait_for(lambda end=end: end().state == "SUCCESS", 30, "the second run", interval=0.1)
+    record = found(site, "refused_once", key)
+    assert (record.state, record.message, record.attempts) == (State.COMPLETED, None, 2)
+    assert not task.idempotency_requeue(key), "what took effect"

@@ -131,7 +131,8 @@ class RedisStore(base.Store):
             return None
         line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
         line["copies"] = record.copies
-        tail = layout.pack_tail(line, record.task_id, record.fingerprint, request.value)
+        about = line, record.task_id, record.fingerprint, request.value, request.message
+        tail = layout.pack_tail(*about)
         keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
         # A claim of the last second has the time as well as TIME, which takes 7 % of a task on the server.
         now_ms, then_ns = self._clock
