@@ -220,13 +220,14 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     conflict = policy.on_conflict
     crashes = record.crashes + stale  # as the next claim counts them
     lost = "its lease ended without a result" if crashes else "its run ended after some steps"
-    meta = celery_meta(app, record.task_id) if known and (stale or interrupted) else {}
-    status = meta.get("status", "")
+    unended = known and (live or stale or interrupted)
+    status = celery_meta(app, record.task_id).get("status", "") if unended else ""
+    ended = status == "SUCCESS"
     advice = {
         "PENDING": " (nothing): ask the outside system",
         "SUCCESS": ": complete it with that result",
     }
-    waits = known and (stale or (crashes and interrupted)) and status != "SUCCESS"
+    waits = known and (stale or (crashes and interrupted)) and not ended
     claims = {
         "runs it": not crashes,
         "settles it FAILED (ProcessingTimedOut)": policy.on_stale == "fail",
@@ -244,6 +245,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
             error = f" with {type(_load(app, record)).__name__}"
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
+        f"PROCESSING, but {holder} is done: its end is not recorded yet.": live and ended,
         f"PROCESSING: {holder} runs it, or died within the last lease.": live,
         f"stuck PROCESSING: the lease of {holder} ran out.": stale,
         f"INTERRUPTED: {lost}, and nothing runs it now.": interrupted,
@@ -273,12 +275,14 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         "Its callbacks (links, chain, chord) were sent.": record.delivered,
         f"Steps done, which are not repeated: {steps}.": steps,
         f"Last operation: {record.note}.": record.note,
-        f"Celery has {status} for its task{advice.get(status, '')}.": status,
+        f"Celery has {status} for its task{advice.get(status, '')}.": status and (ended or not live),
     }
     future = {
         "It runs when a worker takes its message: check that a worker listens to its queue.": queued,
         f"From {deadline} on {publisher} publishes its message again, under the same task id.": queued,
-        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live,
+        f"If its worker gives up, its lease ends {deadline}, and the next delivery or call runs it.": live
+        and ended,
+        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live and not ended,
         f"A duplicate meanwhile follows idempotency_on_conflict={conflict!r}.": live and known,
         f"Its lease ran out {deadline}: its worker died, hangs, or did not reach the store.": stale,
         f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
