@@ -42,28 +42,35 @@ BACKEND_SECONDS, MOST_STEPS = 2.0, 100
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 
-def look(
+def pages(
     store: Store,
     selection: Selection,
     *,
     cursor: str = "",
     limit: int = 500,
-    task_id: str = "",
-    enough: float = math.inf,
     seconds: float = math.inf,
-) -> Page:
-    """Read pages of ``limit`` records until there are ``enough``, or for so many ``seconds``; return them as one.
-
-    ``task_id``: only the records of this task.
-    """
-    found: dict[Identity, Record] = {}
-    looked_at, give_up = 0, monotonic() + seconds
+) -> Iterator[Page]:
+    """Yield pages of ``limit`` records, for so many ``seconds`` at most."""
+    give_up = monotonic() + seconds
     while True:
         page = store.list(selection, cursor=cursor, limit=limit, look_at=LOOK_AT)
+        yield page
+        if not (cursor := page.cursor) or monotonic() > give_up:
+            return
+
+
+def look(
+    store: Store, selection: Selection, *, task_id: str = "", enough: float = math.inf, **how: Any
+) -> Page:
+    """Return :func:`pages` as one, until it has ``enough`` records; ``task_id``: only the records of this task."""
+    found: dict[Identity, Record] = {}
+    looked_at = 0
+    for page in pages(store, selection, **how):
         found |= {each.identity: each for each in page.records if task_id in ("", each.task_id)}
-        looked_at, cursor = looked_at + page.looked_at, page.cursor
-        if not cursor or len(found) >= enough or monotonic() > give_up:
-            return replace(page, records=tuple(found.values()), looked_at=looked_at)
+        looked_at += page.looked_at
+        if len(found) >= enough:
+            break
+    return replace(page, records=tuple(found.values()), looked_at=looked_at)
 
 
 def find(

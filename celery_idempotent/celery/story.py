@@ -69,6 +69,13 @@ def show_value(app: AnyCelery, record: Record) -> str:
     return text[:LONGEST] + ("\n… (cut here)" if len(text) > LONGEST else "")
 
 
+def error_class(app: AnyCelery, record: Record) -> str:
+    """Return the class of a FAILED record's error, of a record with its value; else nothing."""
+    with suppress(Exception):  # a stored error may raise anything when it is read
+        return type(_load(app, record)).__name__ if record.state is State.FAILED else ""
+    return ""
+
+
 def _load(app: AnyCelery, record: Record) -> object:
     if record.value is None or record.replaced:
         meta = {} if record.state is State.FAILED else celery_meta(app, record.task_id)
@@ -239,10 +246,8 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     broker, redelivered = redelivery_timeout(app), "once the connection of its worker is gone"
     if broker is not None:
         redelivered = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
-    error = ""
-    with suppress(Exception):  # a stored error may raise anything when it is read
-        if errors and state is State.FAILED:
-            error = f" with {type(_load(app, record)).__name__}"
+    failure = error_class(app, record) if errors else ""
+    error = failure and f" with {failure}"
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
         f"PROCESSING, but {holder} is done: its end is not recorded yet.": live and ended,
@@ -275,14 +280,16 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         "Its callbacks (links, chain, chord) were sent.": record.delivered,
         f"Steps done, which are not repeated: {steps}.": steps,
         f"Last operation: {record.note}.": record.note,
-        f"Celery has {status} for its task{advice.get(status, '')}.": status and (ended or not live),
+        f"Celery has {status} for its task{advice.get(status, '')}.": status
+        and (ended or not live),
     }
     future = {
         "It runs when a worker takes its message: check that a worker listens to its queue.": queued,
         f"From {deadline} on {publisher} publishes its message again, under the same task id.": queued,
         f"If its worker gives up, its lease ends {deadline}, and the next delivery or call runs it.": live
         and ended,
-        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live and not ended,
+        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live
+        and not ended,
         f"A duplicate meanwhile follows idempotency_on_conflict={conflict!r}.": live and known,
         f"Its lease ran out {deadline}: its worker died, hangs, or did not reach the store.": stale,
         f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,

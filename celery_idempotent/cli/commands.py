@@ -13,11 +13,13 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,7 @@ from celery_idempotent.celery.definition import load_tasks
 from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Record, Selection
+from celery_idempotent.records import Record, Selection, State
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.fields import Unreadable
 
@@ -80,7 +82,15 @@ _MANY = [
     ),
     Option(["--since"], type=_milliseconds, metavar="TIME", help="Changed within 10m, 2h, 1d."),
     Option(["--before"], type=_milliseconds, metavar="TIME", help="Not changed for 10m, 2h, 1d."),
+    Option(["--error"], metavar="CLASS", help="Only FAILED ones with an error of this class."),
 ]
+
+#: The columns of a list; --columns has any field of --json as well.
+_COLUMNS = ("key", "task", "scope", "state", "changed", "crashes", "worker", "error")
+#: The most records of a page.
+_PAGE = 500
+#: The seconds between two drawings of a list.
+_WATCH_SECONDS = 2.0
 
 
 def _command(
@@ -134,32 +144,56 @@ def _write_story(told: story.Story) -> None:
             _paragraph(each, indent="  - ")
 
 
-def _write_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
-    """Write a table: in columns on a terminal, with tabs into a pipe."""
-    lines = [[cell or "-" for cell in line] for line in (head, *rows)]
-    widths, between = [0] * len(head), "\t"
-    if sys.stdout.isatty():
-        widths, between = [max(map(len, column)) for column in zip(*lines, strict=True)], "  "
-    for line in lines:
-        click.echo(between.join(map(str.ljust, line, widths)).rstrip(), err=err)
+def _write_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, err: bool = False) -> None:
+    """Write a table: in columns that fit a terminal, with tabs into a pipe."""
+    lines = ([cell or "-" for cell in line] for line in chain([head], rows))
+    if not sys.stdout.isatty():
+        for line in lines:
+            click.echo("\t".join(line), err=err)
+        return
+    first = list(islice(lines, 500))  # which decide the widths; of the others none is kept
+    widths = [max(map(len, column)) for column in zip(*first, strict=True)]
+    room = shutil.get_terminal_size((80, 24)).columns - 2 * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > 3:
+        # The first one last: it is a key, which one copies.
+        widths[max(range(len(widths)), key=lambda at: widths[at] - (0 if at else 30))] -= 1
+    for line in chain(first, lines):
+        cut = (
+            cell if len(cell) <= width else f"{cell[: width - 1]}…"
+            for cell, width in zip(line, widths, strict=True)
+        )
+        click.echo("  ".join(map(str.ljust, cut, widths)).rstrip(), err=err)
 
 
 def _write_records(
-    app: Celery, records: Sequence[Record], now_ms: int, *, err: bool = False
+    app: Celery,
+    records: Iterable[Record],
+    now_ms: int,
+    columns: Sequence[str] = (),
+    *,
+    err: bool = False,
 ) -> None:
-    """Write records as a table, or as JSON lines."""
-    rows = []
-    for record in records:
+    """Write records as a table, or as JSON lines, while they are found."""
+    plain = _wants_json() and not err
+
+    def fields(record: Record) -> dict[str, object]:
         about = _object_of(app, record, now_ms)
-        if _wants_json() and not err:
+        if not plain:
+            about["changed"] = story.ago(record.updated_ms, now_ms)
+            about["state"] = record.state.value + ", stale" * bool(about["stale"])
+            about["worker"] = record.worker.partition("/")[0]
+        names = columns or (about if plain else _COLUMNS)
+        if unknown := [each for each in names if each not in about]:
+            raise click.UsageError(f"{unknown[0]} is no column: choose from {', '.join(about)}.")
+        return {name: about[name] for name in names}
+
+    found = map(fields, records)
+    if plain:
+        for about in found:
             _write(about)
-        state = record.state.value + (", stale" if about["stale"] else "")
-        cells = [record.identity.key, str(about["task"]), record.identity.scope, state]
-        cells += [story.ago(record.updated_ms, now_ms), str(record.crashes or "")]
-        rows.append([*cells, record.worker.partition("/")[0]])
-    if err or not _wants_json():
-        head = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "WORKER")
-        _write_table(head, rows, err=err)
+    else:
+        head = [each.upper() for each in columns or _COLUMNS]
+        _write_table(head, ([str(cell or "") for cell in each.values()] for each in found), err=err)
 
 
 def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
@@ -175,6 +209,7 @@ def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
         "stale": record.stale(now_ms),
         "namespace": identity.namespace,
         **{name: getattr(record, name) for name in same},
+        "error": story.error_class(app, record),
         "created": story.iso(record.created_ms),
         "updated": story.iso(record.updated_ms),
         "deadline": story.iso(record.deadline_ms),
@@ -188,34 +223,68 @@ def _selection(
     now_ms = get_store(app).now_ms()
     since_ms = None if since is None else now_ms - since
     before_ms = None if before is None else now_ms - before
-    found = finding.select(app, given, since_ms=since_ms, before_ms=before_ms)
+    state = given.get("state") or ("FAILED" if given.get("error") else None)
+    found = finding.select(app, given | {"state": state}, since_ms=since_ms, before_ms=before_ms)
     if found.namespace and found.namespace not in finding.namespaces(app):
         _note(f"No task of this app is called {given['task']}: it is taken as a namespace.")
-    if given.get("state") or found.keys or found.scopes:
+    if state or found.keys or found.scopes:
         return found
     return replace(found, states=finding.UNFINISHED_AND_FAILED)
+
+
+def _selected(
+    app: Celery, limit: int, *, whole: Collection[State], **given: Any
+) -> Iterator[Record]:
+    """Yield up to ``limit`` of the selected records, those in some states ``whole``."""
+    store, error, found = get_store(app), given.get("error"), 0
+    for page in finding.pages(store, _selection(app, **given), limit=min(limit, _PAGE)):
+        wanted = [each.identity for each in page.records if each.state in whole]
+        read = {each.identity: each for each in finding.read_whole(store, wanted)}
+        for each in page.records:
+            record = read.get(each.identity, each)
+            if error in (None, story.error_class(app, record)):
+                yield record
+                if (found := found + 1) == limit:
+                    _note(f"Only the first {limit:,}: there may be more with a larger --limit.")
+                    return
 
 
 @_command(
     "list --state stale",
     "list --task shop.charge --state FAILED --since 10m",
-    "list --key order-17",
-    params=[*_MANY, _number(["--limit"], default=50, help="At most this many records.")],
+    "list --key order-17 --columns key,task_id,note",
+    params=[
+        *_MANY,
+        _number(["--limit"], default=50, help="At most this many records."),
+        Option(
+            ["--columns"],
+            metavar="NAMES",
+            help=f"Instead of {','.join(_COLUMNS)}: these, or other fields of --json.",
+        ),
+        _flag(["--watch"], help="List them anew every two seconds, until Ctrl+C."),
+    ],
 )
-def _list(app: Celery, limit: int, **given: Any) -> None:
+def _list(app: Celery, limit: int, columns: str | None, watch: bool, **given: Any) -> None:
     """List records: the unfinished and the failed ones, or those of a --state.
 
     COMPLETED records have no index: to list them (--key, --scope, --state any), every key is read until --limit is
-    reached.
+    reached. On a terminal long cells are cut; into a pipe they are whole, with tabs between.
     """
-    page = finding.look(get_store(app), _selection(app, **given), enough=limit)
-    found = page.records[:limit]
-    if found:
-        _write_records(app, found, page.now_ms)
-    else:
-        _note("No such records. COMPLETED ones are listed with --state COMPLETED.")
-    if len(found) == limit:
-        _note(f"Only the first {limit} are shown: there may be more with a larger --limit.")
+    chosen = columns.split(",") if columns else ()
+    with suppress(KeyboardInterrupt):
+        while True:
+            if watch and sys.stdout.isatty():
+                click.clear()
+                limit = min(limit, max(shutil.get_terminal_size().lines - 4, 1))
+            found = _selected(app, limit, whole={State.FAILED}, **given)
+            if first := next(found, None):
+                now_ms = get_store(app).now_ms()
+                _write_records(app, chain([first], found), now_ms, chosen)
+            else:
+                _note("No such records. COMPLETED ones are listed with --state COMPLETED.")
+            if not watch:
+                return
+            time.sleep(_WATCH_SECONDS)
 
 
 @_command(
@@ -366,7 +435,7 @@ _HELP = """{} the record of a KEY{}.
 def _operate(app: Celery, operation: Operation, **options: Any) -> None:
     """Operate on one KEY, or on all that are selected."""
     given = SimpleNamespace(**{"all": False, "dry_run": False, "value": ""} | options)
-    narrow = {name: options.get(name) for name in ("key", "state", "since", "before")}
+    narrow = {name: options.get(name) for name in ("key", "state", "since", "before", "error")}
     where = {"task": given.task, "scope": given.scope}
     is_one = given.one is not None
     if given.all is is_one or (is_one and (given.dry_run or any(narrow.values()))):
@@ -381,12 +450,9 @@ def _operate(app: Celery, operation: Operation, **options: Any) -> None:
             _note(story.tell_story(app, store, records[0]).headline)
             request.check(records[0])
         else:
-            selection = _selection(app, **where, **narrow)
-            page = finding.look(store, selection, enough=given.limit)
-            if page.cursor or len(page.records) > given.limit:
-                _note(f"There may be more than {given.limit:,}: run it again for the rest.")
-            found = [each.identity for each in page.records[: given.limit]]
-            records = finding.read_whole(store, found)  # lists leave out whether there is a message
+            # Whole: lists leave out whether there is a message. One that has changed meanwhile may come twice.
+            found = _selected(app, given.limit, whole=frozenset(State), **where, **narrow)
+            records = list({each.identity: each for each in found}.values())
         chosen = _preview(app, request, records)
         if given.value and chosen:
             stored = story.value_from_json(app, chosen[0].identity, given.value)

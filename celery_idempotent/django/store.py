@@ -14,6 +14,7 @@ A page of a list is a stretch of an index of at most ``look_at`` rows, filtered:
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -34,11 +35,13 @@ from celery_idempotent.django.sql.rows import COLUMNS, UNFINISHED, RowSnapshot, 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import Identity, Record, Selection, State
 from celery_idempotent.stores import base, table
-from celery_idempotent.stores.fields import LETTERS
+from celery_idempotent.stores.fields import LETTERS, Unreadable
 from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
     from celery import Celery
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -251,7 +254,11 @@ class DjangoStore(base.Store):
                 identity = Identity(namespace=namespace, scope=scope, key=key)
                 is_here = row[rows.STATE] in letters and row[rows.EXPIRES] > now_ms
                 if is_here and selection.names(identity):
-                    record = rows.stored_record(identity, row).record
+                    try:
+                        record = rows.stored_record(identity, row).record
+                    except Unreadable as error:
+                        logger.warning("idempotency: %s", error)
+                        continue
                     if selection.includes(record, now_ms):
                         found.append(replace(record, message=None, steps=()))
                 if len(found) == limit:

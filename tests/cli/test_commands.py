@@ -134,11 +134,54 @@ def test_a_pipe_gets_whole_cells_between_tabs(every, run):
 
 
 def test_a_terminal_gets_columns(store, run, monkeypatch):
+    """As wide as it is: a key, which is to be copied, is the last to be cut, and in another choice of columns whole."""
     monkeypatch.setattr(commands, "sys", SimpleNamespace(stdout=Mock()))
-    claim(store, identity("k" * 90, scope="acme"), lease_ms=-1)
+    monkeypatch.setenv("COLUMNS", "90")
+    claim(store, identity("k" * 36, scope="acme"), lease_ms=-1)
     head, row = run("list").stdout.splitlines()
-    assert head.index("TASK") == row.index(TASK) == 92
-    assert "PROCESSING, stale" in row
+    assert head.index("TASK") == row.index("shop") == 38
+    assert "PROCE" in row
+    assert max(map(len, (head, row))) <= 90
+    claim(store, "q" * 99, lease_ms=-1)
+    assert all(len(line) <= 90 for line in run("list").stdout.splitlines())
+    monkeypatch.setenv("COLUMNS", "120")
+    assert f"{'q' * 99}  PROCESSING, stale" in run("list", "--columns", "key,state").stdout
+    assert run("list", "--columns", "keys").exit_code == 2
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_list_is_drawn_anew_until_it_is_interrupted(store, run, monkeypatch, terminal):
+    monkeypatch.setattr(commands, "sys", SimpleNamespace(stdout=Mock(isatty=lambda: terminal)))
+    clear = Mock()
+    monkeypatch.setattr("click.clear", clear)
+    claim(store, "a")
+    sleeps = iter([lambda: claim(store, "b"), Mock(side_effect=KeyboardInterrupt)])
+    monkeypatch.setattr(commands.time, "sleep", lambda _: next(sleeps)())
+    drawn = run("list", "--watch")
+    assert drawn.exit_code == 0
+    assert [line.split()[0] for line in drawn.stdout.splitlines()] == ["KEY", "a", "KEY", "a", "b"]
+    assert clear.call_count == 2 * terminal
+
+
+def test_a_long_list_is_written_while_it_is_read(store, run, monkeypatch):
+    """Of 300,000 records no more than a page is kept."""
+    for number in range(30):
+        claim(store, f"key {number}")
+    pages, read, written = store.list, [], []
+    monkeypatch.setattr(store, "list", lambda *a, **k: read.append(len(written)) or pages(*a, **k))
+    monkeypatch.setattr(commands, "_PAGE", 10)
+    monkeypatch.setattr(commands.click, "echo", lambda *a, **_: written.append(a))
+    run("list", "--limit", "30", "--json")
+    assert read[-3:] == [0, 10, 20]
+
+
+def test_failures_are_listed_and_operated_on_by_the_class_of_their_error(every, run):
+    claimed = run("list", "--columns", "key,error").stdout.splitlines()
+    assert "declined\tCardDeclined" in claimed
+    assert "crashed\t-" in claimed
+    assert keys(run("list", "--json", "--error", "CardDeclined")) == {"declined", "of acme"}
+    assert keys(run("list", "--json", "--error", "Other")) == set()
+    assert "2 forgotten" in run("forget", "--all", "--error", "CardDeclined", "--yes").stderr
 
 
 def test_list_says_that_there_is_more(every, run):
@@ -510,7 +553,7 @@ def test_a_filter_goes_on_where_its_limit_ended(store, run):
         settle(store, claim(store, f"key {number}"), State.FAILED, DECLINED)
     words = ("forget", "--all", "--state", "FAILED", "--limit", "3", "--yes")
     first = run(*words)
-    assert "run it again for the rest" in first.stderr
+    assert "Only the first 3: there may be more" in first.stderr
     assert len(first.stdout.splitlines()) == 3
     assert len(run(*words).stdout.splitlines()) == 2
 

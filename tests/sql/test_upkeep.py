@@ -12,6 +12,7 @@ from celery_idempotent.records import (
     Held,
     Identity,
     Record,
+    Selection,
     State,
 )
 from tests.sql import databases, verbs
@@ -162,7 +163,9 @@ def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
     assert (renewed, type(answer)) == ([True], Held)
 
 
-def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(store: DjangoStore):
+def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(
+    store: DjangoStore, caplog: pytest.LogCaptureFixture
+):
     from celery_idempotent.errors import StoreMisconfigured
 
     record, stale = claimed(store, lease_ms=1), claimed(store, verbs.named("stale"), lease_ms=1)
@@ -173,6 +176,8 @@ def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(store: DjangoStore):
     connections[store.alias].close()
     with pytest.raises(StoreMisconfigured, match=f"{digest(KEY).hex()}.*newer version"):
         store.get(KEY)
+    assert [each.identity for each in store.list(Selection()).records] == [stale.identity]
+    assert digest(KEY).hex() in caplog.text
     # A sweep leaves it alone, and goes on.
     assert [each.identity for each in store.sweep(limit=10).interrupted] == [stale.identity]
     assert [store.discard(KEY) for _ in range(2)] == [True, False]

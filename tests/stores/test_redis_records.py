@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import time
 from typing import Any
@@ -268,7 +269,9 @@ def test_the_layout_is_noted_with_the_counters_and_by_no_look(redis_store, redis
 @pytest.mark.parametrize(
     "foreign", [b"S" + bytes(82) + b"\n", b"P\2" + bytes(81) + b"\n", b"X", FIRST_LAYOUT]
 )
-def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, names, foreign):
+def test_a_record_of_a_newer_version_is_left_alone(
+    redis_store, redis_client, names, foreign, caplog
+):
     record = claim(redis_store)
     redis_client.set(names[0], foreign, px=KEEP_MS)
     message = ReserveRequest(identity=KEY, task_id="id", deadline_ms=1000, keep_ms=KEEP_MS)
@@ -287,6 +290,11 @@ def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, na
         ):
             verb()
     redis_client.zadd(names[1], {names[0]: 1})
+    other = claim(redis_store, dataclasses.replace(KEY, key="other")).identity
+    for selection in Selection(), Selection(states=frozenset({State.PROCESSING})):
+        caplog.clear()
+        assert [each.identity for each in redis_store.list(selection).records] == [other]
+        assert names[0].decode() in caplog.text
     report = redis_store.sweep(limit=10)
     assert (report.interrupted, report.requeued) == ((), ())
     assert redis_client.get(names[0]) == foreign

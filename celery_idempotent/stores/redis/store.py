@@ -505,10 +505,13 @@ class Search:
         reads = [(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
         found: dict[bytes, Record] = {}
         for name, packed in zip(named, exchange(self.link, reads), strict=True):
-            if packed:
+            try:
                 record = layout.unpack(self.keys, identity(name), packed, summary=True).record
                 if self.selection.includes(record, self.now_ms):
                     found[name] = record
+            except Unreadable as error:  # noqa: PERF203
+                if packed:  # else it is gone
+                    logger.warning("idempotency: %s", error)
         return found
 
     def _page(self, kind: str = "", *place: int) -> records.Page:
