@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from celery.utils.dispatch import Signal
 
@@ -31,6 +31,8 @@ from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -209,48 +211,26 @@ class Details(TypedDict, total=False):
     line: Line
 
 
-class _Reported(Protocol):
-    """What is reported: a run, or a :class:`Call`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def sender(self) -> object: ...
-    @property
-    def store(self) -> Store | None: ...
-    @property
-    def identity(self) -> Identity | None: ...
-    @property
-    def task_id(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Call:
-    """A call without a run: ``sender`` is its task or view, ``store`` counts its outcomes."""
+    """What is reported, a run or a call without one; ``store`` counts the outcomes of ``sender``, a task or view."""
 
     name: str
     sender: object
-    store: Store
+    store: Store | None
     identity: Identity | None = None
     task_id: str = ""
 
 
 def report(
-    call: _Reported,
+    call: Call,
     outcome: OutcomeSignal,
     record: Record | None = None,
     *,
-    state: State | None = None,
-    seconds: float | None = None,
-    error: BaseException | None = None,
-    observed: bool = False,
-    who: str = "",
-    reason: str = "",
-    count: int = 0,
-    line: Line | None = None,
     has_writer: bool = True,
+    **details: Unpack[Details],
 ) -> None:
-    """Report one outcome: count it, log it (``line`` replaces the usual one), send it to its receivers.
+    """Report one outcome: count it, log it, send it to its receivers.
 
     Without ``has_writer`` the caller writes the counters: a worker's main process, which forks, has no thread.
     """
@@ -260,29 +240,22 @@ def report(
         if counts is None:
             counts = counters.of(store)
         counts[call.name, outcome.counter] += 1
-        if outcome is settled and state is State.FAILED:
+        if outcome is settled and details["state"] is State.FAILED:
             counts[call.name, "failed"] += 1
         if has_writer and not counters.has_writer:
             counters.start_writer()
-    if line is None:
-        line = outcome.observed if observed else outcome.line
-        if outcome is claimed and record is not None and record.crashes:
-            line = _CLAIMED_AGAIN
+    if "line" in details:
+        line = details.pop("line")
+    elif outcome is claimed and record is not None and record.crashes:
+        line = _CLAIMED_AGAIN
+    else:
+        line = outcome.observed if details.get("observed") else outcome.line
     logged = logger.isEnabledFor(line.level)
     if not logged and not outcome.receivers:
         return
-    event = Event(
-        task=call.name,
-        task_id=call.task_id,
-        identity=call.identity,
-        record=record,
-        error=error,
-        count=count,
-        observed=observed,
-        who=who or worker_name(os.getpid()),
-        reason=reason,
-        state=state,
-        seconds=seconds,
+    details["who"] = details.get("who") or worker_name(os.getpid())
+    event = Event(  # type: ignore[misc]  # the line is taken out
+        task=call.name, task_id=call.task_id, identity=call.identity, record=record, **details
     )
     if logged:
         why = f": {event.reason}" if event.reason else ""

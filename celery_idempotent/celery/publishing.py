@@ -28,15 +28,20 @@ from celery.utils import uuid
 
 from celery_idempotent import signals
 from celery_idempotent.celery.canvas import AnySignature, Place, derive_ids, with_tasks
-from celery_idempotent.celery.definition import DefinedTask, Definition, may_guard
+from celery_idempotent.celery.definition import (
+    DefinedTask,
+    Definition,
+    is_celerys_own,
+    may_guard,
+)
 from celery_idempotent.celery.reserving import ReservedCall
 from celery_idempotent.celery.typed import AnyCelery, CallResult, Options
 from celery_idempotent.errors import DuplicateCall, FingerprintMismatch, IdempotencyError
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.run import Run, release, run_in_progress
-from celery_idempotent.records import EarlierCall, Record, State
-from celery_idempotent.signals import Line
+from celery_idempotent.records import EarlierCall, Held, Record, Settled, State
+from celery_idempotent.signals import Line, report
 from celery_idempotent.stores import get_store
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,12 @@ RESERVED_MS = 60_000
 
 
 def publish(
-    task: DefinedTask, definition: Definition, send: Send, args: Any, kwargs: Any, options: Options
+    task: DefinedTask,
+    definition: Definition | None,
+    send: Send,
+    args: Any,
+    kwargs: Any,
+    options: Options,
 ) -> CallResult:
     """Publish one call through ``send(args, kwargs, **options)``; ``options`` are all of ``apply_async``'s.
 
@@ -80,6 +90,11 @@ def publish(
     """
     if (intercept := outbox_interceptor.get()) is not None:
         outbox_interceptor.set(None)  # it is for one call
+    if definition is None:
+        if not is_celerys_own(task):
+            take_key(options)
+        call = DeferredCall(args=args, kwargs=kwargs, options=options)
+        return send(args, kwargs, **options) if intercept is None else intercept(task, call)
     retrying = _retrying_run(task, definition, options) if options.get("retries") else None
     # Before stamp_call() adds a task id.
     reserve = (
@@ -169,13 +184,6 @@ def give_ids_to_callbacks(app: AnyCelery, options: Options) -> None:
             options[kind] = derive_ids(app, options[kind], options["task_id"], kind)
 
 
-def take_interceptor() -> Interceptor | None:
-    """Return the outbox's interceptor and unset it: it is for one call."""
-    if (intercept := outbox_interceptor.get()) is not None:
-        outbox_interceptor.set(None)
-    return intercept
-
-
 def send_deferred(
     task: DefinedTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> CallResult:
@@ -187,9 +195,7 @@ def send_deferred(
         identified = Identified.from_header(stamped, definition.identifier.namespace)
         try:
             if identified is not None:
-                publication = _Publication(task, definition, identified, send, call)
-                publication.is_staged = True
-                return publication.make()
+                return _Publication(task, definition, identified, send, call, is_staged=True).make()
         except FingerprintMismatch as error:
             # The caller is gone. The worker refuses the message, and its result has this error.
             logger.warning("idempotency: %s[%s]: %s", task.name, task_id, error)
@@ -258,13 +264,16 @@ class _Publication(ReservedCall):
         about: Identified,
         send: Send,
         call: DeferredCall,
+        *,
+        is_staged: bool = False,
     ) -> None:
-        self.task, self.definition, self.store = task, definition, get_store(task.app)
+        self.task, self.definition, self.is_staged = task, definition, is_staged
+        self.name, self.sender, self.store = definition.name, task, get_store(task.app)
         self.send, self.call, self.options = send, call, call.options
-        self.call_id, self.key = call.options["task_id"], about.identity
+        self.task_id, self.key = call.options["task_id"], about.identity
         self.until_start = definition.policy.publish_once == "until_start"
-        place = self.key.waiting if self.until_start else self.key
-        self.identified = Identified(place, about.fingerprint)
+        self.identity = self.key.waiting if self.until_start else self.key
+        self.fingerprint = about.fingerprint
 
     def deadline_ms(self) -> int:
         return lost_after_ms(self.options)
@@ -273,13 +282,21 @@ class _Publication(ReservedCall):
         keeps = self.definition.policy.keep_message
         return message_of(self.task, self.definition, self.call, task_id) if keeps else None
 
-    def replacement(self, record: Record) -> bytes | None:
+    def is_answered(self, earlier: Held | Settled) -> bool:
+        record, newest = earlier.record, None
         replaces = self.definition.policy.on_duplicate == "replace" and not self.is_staged
-        if not replaces or record.task_id == self.call_id:
-            return None
-        return message_of(self.task, self.definition, self.call, record.task_id)
+        if isinstance(earlier, Held) and replaces and record.task_id != self.task_id:
+            newest = message_of(self.task, self.definition, self.call, record.task_id)
+        if newest is not None:
+            replace = partial(self.store.replace, token=record.token, message=newest)
+            if not self.ask(partial(replace, record.identity)):
+                return False
+        if self.answers(record):
+            report(self, signals.replayed, record)
+        return True
 
     def answers(self, record: Record) -> bool:
+        """Does the record answer the call here? Else a worker does, and reports that."""
         # A sweep or an operator writes no result under the first id: then a worker answers this message.
         return record.state is not State.FAILED and not record.settled_by_operator
 
@@ -288,14 +305,14 @@ class _Publication(ReservedCall):
             return verb()
         except IdempotencyError as error:
             line = Line(logging.WARNING, "{event.task} is published unreserved: {event.error}")
-            self.report(signals.store_failed, error=error, line=line)
+            report(self, signals.store_failed, error=error, line=line)
             raise _UnreservedError from error
 
     def queue(self, record: Record) -> None:
         _use_task_id(self.options, record.task_id)
         self.sent = self.send_now()
-        self.call_id = record.task_id
-        self.report(signals.reserved, record, state=State.QUEUED)
+        self.task_id = record.task_id
+        report(self, signals.reserved, record, state=State.QUEUED)
 
     def send_now(self) -> CallResult:
         """Send the message as it is."""
@@ -307,26 +324,25 @@ class _Publication(ReservedCall):
             if self.is_staged and self.until_start:
                 # Sent before: it may have started, and left its place.
                 found = self.ask(partial(self.store.get, self.key))
-                if found is not None and self.call_id in (found.task_id, *found.copies):
-                    return self.task.AsyncResult(self.call_id)
-            record, is_duplicate = self.reserve_and_send(self.call_id)
+                if found is not None and self.task_id in (found.task_id, *found.copies):
+                    return self.task.AsyncResult(self.task_id)
+            record, is_duplicate = self.reserve_and_send(self.task_id)
         except _UnreservedError:
             # The worker's claim still guards the run: a second message does no harm.
             return self.send_now()
         if not is_duplicate:
-            return note_duplicate(self.sent, None)
+            return _note_duplicate(self.sent, None)
         if self.definition.policy.on_duplicate == "raise" and not self.is_staged:
             raise DuplicateCall(
                 f"{self.key} was called before: task {record.task_id} is {record.state.value}.",
                 record.task_id,
                 record.state.value,
             )
-        if not self.answers(record):
-            return note_duplicate(self.send_now(), record)
-        return note_duplicate(self.task.AsyncResult(record.task_id), record)
+        answer = self.task.AsyncResult(record.task_id) if self.answers(record) else self.send_now()
+        return _note_duplicate(answer, record)
 
 
-def note_duplicate(result: Any, record: Record | None) -> CallResult:
+def _note_duplicate(result: Any, record: Record | None) -> CallResult:
     """Let the result of a call that reserved its key say which earlier call's ``record`` it met, ``None``: none."""
     result.duplicate = record is not None
     if record is not None:

@@ -1,21 +1,7 @@
 """A call that reserves its key: it is sent, or answered by the record that an earlier call left.
 
-The table of a store answers a reservation; ``publish_once``, the outbox and ``enqueue()`` of any framework follow::
-
-    none, INTERRUPTED, another task's mark      Reserved                    send, under the task id of this call
-    QUEUED past its deadline                    Reserved, of its task id    send again, each time after twice as long
-    PROCESSING past its lease                   Reserved, of its task id    send again; its owner may still come back
-    QUEUED by this task id                      Reserved                    send again: the sender died, or asks twice
-    QUEUED, uncommitted                         Held                        wait for the COMMIT, then as the others
-    QUEUED, where calls replace each other      Held                        its message is replaced, and it answers
-    QUEUED, PROCESSING                          Held                        the earlier call answers
-    COMPLETED, FAILED                           Settled                     the earlier call answers, or see `remakes`
-    this task's own end, or of an earlier copy  Settled                     not sent: it has run
-    another fingerprint                         Mismatched                  FingerprintMismatch
-    no answer                                                               see `ask`
-
-"Another task's mark" is an end where each call runs: with a retention of 0, or ``publish_once="until_start"``. Each of
-the first four is a write: of many callers one sends, and the others are held.
+``publish_once``, the outbox and ``enqueue()`` of any framework follow one table, that of docs/internals.md. Whatever a
+reservation finds, it is a write before the call is sent: of many callers one sends, and the others are held.
 """
 
 from __future__ import annotations
@@ -29,6 +15,7 @@ from celery_idempotent import signals
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.records import (
     Held,
+    Identity,
     Mismatched,
     Record,
     Reservation,
@@ -39,11 +26,7 @@ from celery_idempotent.records import (
 from celery_idempotent.signals import Call, report
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from celery_idempotent.celery.definition import DefinedTask, Definition
-    from celery_idempotent.keys.stamp import Identified
-    from celery_idempotent.signals import Details, OutcomeSignal
     from celery_idempotent.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -51,22 +34,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ReservedCall:
+class ReservedCall(Call):
     """One call whose key is reserved before its message is sent; a subclass sends it."""
 
     #: An outbox sends it, maybe twice.
     is_staged = False
     #: The end of another task answers nobody, if its policy says so.
     each_runs = True
-    #: The task id of the call, for reports; empty: that of the record.
-    call_id = ""
     #: The message belongs to a transaction that may be rolled back.
     uncommitted = False
 
     task: DefinedTask
     definition: Definition
-    identified: Identified
     store: Store
+    identity: Identity
+    fingerprint: bytes | None
 
     # -- the caller's part ---------------------------------------------------------------------------------------------
 
@@ -86,21 +68,9 @@ class ReservedCall:
         """Return the answer of the store, or raise the outcome of a call without one."""
         raise NotImplementedError
 
-    def waits(self, record: Record) -> bool:  # noqa: ARG002
-        """Wait for the COMMIT of a reservation; ``False``: it answers as it is."""
-        return False
-
-    def replacement(self, record: Record) -> bytes | None:  # noqa: ARG002
-        """Return the message that a call which waits is to take over, ``None`` for none."""
-        return None
-
-    def remakes(self, record: Record) -> bool:  # noqa: ARG002
-        """May this settled call be made anew?"""
-        return False
-
-    def answers(self, record: Record) -> bool:  # noqa: ARG002
-        """Does the record answer the call here? Else a worker does, and reports that."""
-        return True
+    def is_answered(self, earlier: Held | Settled) -> bool:
+        """Does an earlier call answer? Report it; ``False``: reserve again, after a pause or a write."""
+        raise NotImplementedError
 
     # -- the decision --------------------------------------------------------------------------------------------------
 
@@ -126,35 +96,20 @@ class ReservedCall:
                         raise
                     return record, False
                 case Mismatched():
-                    self.report(signals.mismatched, record)
+                    report(self, signals.mismatched, record)
                     raise FingerprintMismatch(
                         f"{record.identity} belongs to task {record.task_id}, which was called with other arguments: a "
                         "key identifies one operation."
                     )
-                case Held() if record.uncommitted and self.waits(record):
-                    pass
-                case Held() if (newest := self.replacement(record)) is not None:
-                    replace = partial(self.store.replace, token=record.token, message=newest)
-                    if self.ask(partial(replace, record.identity)):
-                        self.report(signals.replayed, record)
-                        return record, True
-                case Settled() if self.remakes(record):
-                    # Deletes this end only: if another call has reserved the key meanwhile, the next round finds that.
-                    forget = partial(self.store.forget, token=record.token, state=record.state)
-                    if self.ask(partial(forget, record.identity)):
-                        why = "it failed, and a request tries it again"
-                        self.report(signals.forgotten, record, reason=why)
-                case _:
-                    if self.answers(record):
-                        self.report(signals.replayed, record)
+                case Held() | Settled() if self.is_answered(answer):
                     return record, True
 
     def reserve(self, task_id: str, message: bytes | None) -> Reservation:
         """Reserve the key for a task id: with its message, until that is lost."""
         policy = self.definition.policy
         request = ReserveRequest(
-            identity=self.identified.identity,
-            fingerprint=self.identified.fingerprint,
+            identity=self.identity,
+            fingerprint=self.fingerprint,
             task_id=task_id,
             deadline_ms=self.deadline_ms(),
             keep_ms=policy.keep_ms,
@@ -172,16 +127,3 @@ class ReservedCall:
         except IdempotencyError as error:
             line = "idempotency: %s is reserved until its deadline: %s"
             logger.warning(line, record.identity, error)
-
-    def report(
-        self, outcome: OutcomeSignal, record: Record | None = None, **details: Unpack[Details]
-    ) -> None:
-        """Report an outcome of the call."""
-        call = Call(
-            name=self.definition.name,
-            sender=self.task,
-            store=self.store,
-            identity=self.identified.identity,
-            task_id=self.call_id or ("" if record is None else record.task_id),
-        )
-        report(call, outcome, record, **details)

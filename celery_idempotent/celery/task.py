@@ -141,15 +141,7 @@ class IdempotentTask(DefinedTask):
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
         send: publishing.Send = super().apply_async  # type: ignore[assignment]  # of AsyncResult()
-        if definition is not None:
-            return publishing.publish(self, definition, send, args, kwargs, options)
-        intercept = publishing.take_interceptor()
-        if not is_celerys_own(self):
-            publishing.take_key(options)
-        if intercept is not None:
-            call = publishing.DeferredCall(args=args, kwargs=kwargs, options=options)
-            return intercept(self, call)
-        return send(args, kwargs, **options)
+        return publishing.publish(self, definition, send, args, kwargs, options)
 
     def AsyncResult(self, task_id: str, **options: Any) -> CallResult:  # noqa: N802  Celery's name
         """Return the result of a call, which says whether it was a duplicate if that is known."""

@@ -46,7 +46,8 @@ from celery_idempotent.http.requests import http_identity
 from celery_idempotent.http.status import Encoder, describe, failure_of
 from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.records import Record, Reservation, State
+from celery_idempotent.records import Held, Record, Reservation, Settled, State
+from celery_idempotent.signals import report
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Order(ReservedCall):
         self.docs_url = docs_url
         definition = task.idempotency_definition()
         self.enforced = definition is not None and definition.policy.mode == "enforce"
+        self.name, self.sender = str(task.name), task
         if definition is not None:
             self.definition = definition
         if chosen := options.keys() & {"task_id", "idempotency_key", "idempotency_scope"}:
@@ -154,9 +156,10 @@ class Order(ReservedCall):
             self.options |= {"idempotency_key": self.key, "idempotency_scope": scope}
             if self.enforced:
                 identifier = self.definition.identifier
-                self.identified = identifier.identify(
+                identified = identifier.identify(
                     self.args, self.kwargs, task_id="", key=self.key, scope=scope
                 )
+                self.identity, self.fingerprint = identified.identity, identified.fingerprint
                 self.options["headers"] = {
                     **(self.options.get("headers") or {}),
                     KEEP_FAILURE_HEADER: True,
@@ -215,39 +218,50 @@ class Order(ReservedCall):
         try:
             return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
         except STORE_ERRORS as error:
-            self.report(signals.store_failed, error=error)
+            report(self, signals.store_failed, error=error)
             raise RequestRefused("store_unavailable", UNSURE) from error
 
     def reserve(self, task_id: str, message: bytes | None) -> Reservation:
         """Reserve the key; a reservation that the store carries out later is sent then."""
         try:
-            return super().reserve(task_id, message)
+            answer = super().reserve(task_id, message)
         except RequestRefused:
             if not self.uncommitted:  # else its deadline is near
                 heartbeat.undo_later(partial(self._send_late, task_id))
             raise
+        self.task_id = answer.record.task_id
+        return answer
 
     def _send_late(self, task_id: str) -> None:
-        found = self.store.get(self.identified.identity)
+        found = self.store.get(self.identity)
         is_ours = found is not None and (found.state, found.task_id) == (State.QUEUED, task_id)
         if found is not None and is_ours and not self.is_sent:
             self.send(found)
 
-    def waits(self, record: Record) -> bool:  # noqa: D102
-        if self.joins_first():
+    def is_answered(self, earlier: Held | Settled) -> bool:  # noqa: D102
+        record = earlier.record
+        if isinstance(earlier, Held) and record.uncommitted and not self.joins_first():
+            self._wait(record)
             return False
+        if record.state is State.FAILED and failure_of(record, self.task).retryable:
+            # Deletes this end only: if another call has reserved the key meanwhile, the next round finds that.
+            forget = partial(self.store.forget, token=record.token, state=record.state)
+            if self.ask(partial(forget, record.identity)):
+                why = "it failed, and a request tries it again"
+                report(self, signals.forgotten, record, reason=why)
+            return False
+        report(self, signals.replayed, record)
+        return True
+
+    def _wait(self, record: Record) -> None:
         self.attempts += 1
         self.give_up = self.give_up or time.monotonic() + REQUEST_RETRY_SECONDS
         if not backoff.pause(self.attempts, until=self.give_up, first=0.02):
-            self.report(signals.conflicted, record)
+            report(self, signals.conflicted, record)
             raise RequestRefused(
                 "request_in_progress",
                 "The first request with this key is not committed yet. Ask again later.",
             )
-        return True
-
-    def remakes(self, record: Record) -> bool:  # noqa: D102
-        return record.state is State.FAILED and failure_of(record, self.task).retryable
 
     def message(self, task_id: str) -> bytes | None:  # noqa: D102
         call = publishing.DeferredCall(args=self.args, kwargs=self.kwargs, options=self.options)
@@ -270,7 +284,7 @@ class Order(ReservedCall):
         self.is_sent = True
         if not self.has_outbox:
             self.task.apply_async(self.args, self.kwargs, **self.options, task_id=record.task_id)
-        self.report(signals.reserved, record, state=State.QUEUED)
+        report(self, signals.reserved, record, state=State.QUEUED)
 
     def committed(self, record: Record) -> None:
         """Send the message after the COMMIT; the record gets it first, with the usual deadline."""

@@ -48,7 +48,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.serializers import log_not_kept
-from celery_idempotent.signals import report
+from celery_idempotent.signals import Call, report
 from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ COPIES_MS = 24 * 3_600_000
 _OBSERVED = {Held: signals.conflicted, Settled: signals.replayed, Mismatched: signals.mismatched}
 
 
-class Run(Claim):
+class Run(Claim, Call):
     """One delivery of one call: its options, its progress, and the hooks of its caller."""
 
     #: Exceptions by which a body directs its message; they are never failures.
@@ -113,10 +113,8 @@ class Run(Claim):
     polls = 0
     store: Store = None  # type: ignore[assignment]  # only until it is opened
 
-    name: str
-    sender: object
+    identity: Identity
     fingerprint: bytes | None
-    task_id: str
     worker: str
     started_at: float
     shield: Shield

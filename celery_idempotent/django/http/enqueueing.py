@@ -118,7 +118,7 @@ class _DjangoOrder(Order):
         That resource knows the setting ``IDEMPOTENCY_HTTP`` alone; this view may have another scope, its task another
         app.
         """
-        identity = self.identified.identity
+        identity = self.identity
         try:
             scope = caller_scope(self.request, http_options())
             found = http_identity(identity.namespace, scope, self.key)
