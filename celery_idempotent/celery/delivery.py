@@ -167,7 +167,7 @@ class Delivery(republish.DeliveredRun):
             vars(self.request).update(fused.STORED)
         return written != "lost"
 
-    def settled(self, state: EndState) -> None:
+    def after_settle(self, state: EndState) -> None:
         """Have the record marked once Celery has sent the callbacks."""
         if self.policy.mode == "enforce":
             callbacks.expect_callbacks(self, state, self.record.token)

@@ -39,7 +39,7 @@ from celery_idempotent.celery.typed import AnyCelery, CallResult, Options
 from celery_idempotent.errors import DuplicateCall, FingerprintMismatch, IdempotencyError
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
-from celery_idempotent.protocol.run import Run, release, run_in_progress
+from celery_idempotent.protocol.run import Run, give_back, run_in_progress
 from celery_idempotent.records import EarlierCall, Held, Record, Settled, State
 from celery_idempotent.signals import Line, report
 from celery_idempotent.stores import get_store
@@ -232,7 +232,7 @@ def _retrying_run(task: DefinedTask, definition: Definition, options: Options) -
 
 def _send_retry(task: DefinedTask, retrying: Run, send_call: Send, options: Options) -> CallResult:
     """Release the key of a run, then publish its retry; an atomic run does both after its rollback."""
-    free = partial(release, retrying, requeue_ms=lost_after_ms(options))
+    free = partial(give_back, retrying, requeue_ms=lost_after_ms(options))
     if retrying.transaction is None:
         free()
         return send_call(**options)

@@ -41,7 +41,7 @@ from celery_idempotent.keys import stamp
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.options import refuse_unknown
-from celery_idempotent.protocol.run import release, run_in_progress, unguarded
+from celery_idempotent.protocol.run import give_back, run_in_progress, unguarded
 from celery_idempotent.protocol.shield import NO_SHIELD, shields
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.settings import PREFIX, is_explicit, real_app
@@ -218,7 +218,7 @@ class IdempotentTask(DefinedTask):
                 )
             # A task of a canvas may be sent at any time: it has no deadline.
             lost_ms = publishing.lost_after_ms(sig.options) if parts == [sig] else None
-            release(run, requeue_ms=lost_ms)
+            give_back(run, requeue_ms=lost_ms)
         try:
             return super().replace(sig)
         except Ignore:
@@ -232,9 +232,9 @@ class IdempotentTask(DefinedTask):
         run = run_in_progress()
         if run is not None and self.request.is_eager:
             if run.transaction is None:
-                release(run)
+                give_back(run)
             else:
-                run.after_rollback = partial(release, run)
+                run.after_rollback = partial(give_back, run)
         return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------

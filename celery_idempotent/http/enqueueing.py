@@ -227,7 +227,7 @@ class Order(ReservedCall):
             answer = super().reserve(task_id, message)
         except RequestRefused:
             if not self.uncommitted:  # else its deadline is near
-                heartbeat.undo_later(partial(self._send_late, task_id))
+                heartbeat.finish_later(partial(self._send_late, task_id))
             raise
         self.task_id = answer.record.task_id
         return answer

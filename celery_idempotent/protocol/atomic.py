@@ -27,9 +27,9 @@ from celery_idempotent.protocol.run import (
     Run,
     end_of,
     find_newer_claim,
+    give_back,
     note_end,
     refuse_unfinished,
-    release,
 )
 from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store, Transaction
@@ -143,10 +143,10 @@ class _Attempt:
                 raise error
         elif stage is not Stage.BODY and isinstance(error, LeaseLost):
             if not find_newer_claim(run):
-                run.phase = Phase.UNDONE  # it was forgotten or released: the key is free
+                run.phase = Phase.AGAIN  # it was forgotten or released: the key is free
         elif stage is not Stage.BODY and isinstance(error, unreachable):
             # The message is published again. If it is lost, a sweep publishes that of the QUEUED record.
-            release(run, requeue_ms=run.policy.lease_ms, error=error)
+            give_back(run, requeue_ms=run.policy.lease_ms, error=error)
             signals.report(run, signals.store_failed, run.record, error=error)
             run.store_failed(error, begun=True)
         else:
@@ -188,7 +188,7 @@ class _Attempt:
         line = "idempotency: task %s of %s was rolled back (%s), and runs again at once"
         logger.info(line, run.task_id, run.identity, type(error).__name__)
         run.repeats += 1
-        release(run, requeue_ms=run.policy.lease_ms, error=error)
+        give_back(run, requeue_ms=run.policy.lease_ms, error=error)
         # Runs that collided would meet again without it.
         run.shield.pause(backoff.seconds(run.repeats, first=0.02))
-        run.phase = Phase.UNDONE
+        run.phase = Phase.AGAIN

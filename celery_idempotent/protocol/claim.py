@@ -35,7 +35,7 @@ class Phase(enum.Enum):
     SETTLING = "the run is over, and the heartbeat writes its end state"
     SETTLED = "the end state is written"
     ENDED = "the run is over without an end state: the store did not take it, or none was due"
-    UNDONE = "the run is dropped, for a newer claim, or rolled back: the call claims again"
+    AGAIN = "the run is dropped, for a newer claim, or rolled back: the call claims again"
 
 
 current_run: ContextVar[Claim | None] = ContextVar("idempotency_run", default=None)

@@ -103,7 +103,7 @@ class Heartbeat:
         """Stop renewing ``claim``; a renewal in progress may still end after this."""
         self._due.pop(claim, None)
 
-    def undo_later(self, undo: Callable[[], object]) -> None:
+    def finish_later(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` until the store answers, and for some time after: it may carry out a request late."""
         self._given_up.append(_GivenUp(undo))
         self.start()

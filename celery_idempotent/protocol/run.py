@@ -63,7 +63,7 @@ OnCommit = Callable[[Callable[[], None]], None]
 
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 CLAIMING, RUNNING, RELEASED = Phase.CLAIMING, Phase.RUNNING, Phase.RELEASED
-SETTLING, SETTLED, ENDED, UNDONE = Phase.SETTLING, Phase.SETTLED, Phase.ENDED, Phase.UNDONE
+SETTLING, SETTLED, ENDED, AGAIN = Phase.SETTLING, Phase.SETTLED, Phase.ENDED, Phase.AGAIN
 PROCESSING: Final = State.PROCESSING
 COMPLETED: Final = State.COMPLETED
 FAILED: Final = State.FAILED
@@ -104,7 +104,7 @@ class Run(Claim, Call):
     after_rollback: Callable[[], object] | None = None
     #: Returns the ``on_commit`` of each transaction around an eager run, none if the record is part of one.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
-    #: Is :meth:`settled` to be called?
+    #: Is :meth:`after_settle` to be called?
     has_callbacks = False
     settling_since = 0.0
     #: How long the caller waits for a settle; the heartbeat goes on with it. If it is longer than a lease, a lease.
@@ -134,7 +134,7 @@ class Run(Claim, Call):
         """Write the end state, with the task's result if possible; ``False``: a newer claim has the key."""
         return self.store.settle(end)
 
-    def settled(self, state: EndState) -> None:
+    def after_settle(self, state: EndState) -> None:
         """React to an end state that is written and reported."""
 
     def kept_message(self) -> bytes | None:
@@ -191,7 +191,7 @@ def execute(run: Run, body: Body) -> object:
                     if run.waits_at is not None:
                         _start(run, record)
                     value = _run_body(run, record, body)
-                    if run.phase is not UNDONE:
+                    if run.phase is not AGAIN:
                         return value
                 case Settled(record, age_ms):
                     if run.waits_at is not None and record.task_id == run.task_id:
@@ -224,7 +224,7 @@ def execute(run: Run, body: Body) -> object:
 
 
 def _run_body(run: Run, record: Record, body: Body) -> object:
-    """Heartbeat, body, settle or release. A phase of UNDONE then means that there is no value."""
+    """Heartbeat, body, settle or release. A phase of AGAIN then means that there is no value."""
     run.record, run.steps, run.phase = record, dict(record.steps), RUNNING
     outer = current_run.set(run)
     # An atomic run holds a lock of its database instead; another thread does not see a record in an open transaction.
@@ -245,7 +245,7 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
     except BaseException as error:
         run.shield.closed = True
         _end_failed(run, error)
-        if run.phase is UNDONE and isinstance(error, Exception):
+        if run.phase is AGAIN and isinstance(error, Exception):
             return None
         raise
     else:
@@ -274,7 +274,7 @@ def _start(run: Run, record: Record) -> None:
         waited = _start_newest(run, until, start) if replaces else _ask(run, until, start)
     except errors.STORE_ERRORS as error:
         report(run, signals.store_failed, record, error=error)
-        release(run)
+        give_back(run)
         run.shield.let_exit()
         run.store_failed(error)
     if waited is not None and waited.copies:
@@ -370,7 +370,7 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         if opened and not isinstance(error, errors.StoreMisconfigured):
             # The store may carry out the claim later, and would hold the key for a lease while nobody runs.
             back = partial(run.store.take_back, run.identity, attempt=request.attempt)
-            heartbeat.undo_later(partial(back, requeue_ms=policy.lease_ms))
+            heartbeat.finish_later(partial(back, requeue_ms=policy.lease_ms))
         if isinstance(error, errors.STORE_ERRORS):
             return error
         raise
@@ -535,7 +535,7 @@ def _write_alone(run: Run, end: SettleRequest) -> bool:
         if time.monotonic() < until:  # a silent store takes longer than that
             return _ask(run, until, write)
     run.phase = SETTLING
-    heartbeat.undo_later(write_later)
+    heartbeat.finish_later(write_later)
     return False
 
 
@@ -545,7 +545,7 @@ def note_end(run: Run, state: EndState, error: BaseException | None = None) -> N
     took = time.monotonic() - run.settling_since
     report(run, signals.settled, run.record, state=state, error=error, seconds=took)
     if run.has_callbacks:
-        run.settled(state)
+        run.after_settle(state)
 
 
 def _end_failed(run: Run, error: BaseException) -> None:
@@ -560,12 +560,12 @@ def _end_failed(run: Run, error: BaseException) -> None:
         # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
         run.phase = ENDED
     elif (
-        not release(run, error=error)
+        not give_back(run, error=error)
         and isinstance(error, Exception)
         and not find_newer_claim(run)
         and isinstance(error, errors.LeaseLost)
     ):
-        run.phase = UNDONE  # it was forgotten or released: the key is free
+        run.phase = AGAIN  # it was forgotten or released: the key is free
 
 
 def _is_final(run: Run, error: BaseException) -> bool:
@@ -578,7 +578,9 @@ def _is_final(run: Run, error: BaseException) -> bool:
     return isinstance(error, run.policy.permanent_errors) or (run.keeps_failure and not run.steps)
 
 
-def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None) -> bool:
+def give_back(
+    run: Run, *, requeue_ms: int | None = None, error: BaseException | None = None
+) -> bool:
     """Give the key back, later if the store is away; ``False``: there was nothing to release.
 
     ``requeue_ms``: the call comes again within this time, or a sweep sends the record's message. Where ``error`` ends
@@ -603,7 +605,7 @@ def release(run: Run, *, requeue_ms: int | None = None, error: BaseException | N
         line = "idempotency: could not release %s yet, its lease ends it at the latest: %s"
         logger.warning(line, run.identity, trouble)
         if not ends_process:
-            heartbeat.undo_later(free)
+            heartbeat.finish_later(free)
         return True
     else:
         if released:
@@ -629,7 +631,7 @@ def find_newer_claim(run: Run) -> bool:
 def _lose(run: Run) -> None:
     """Drop the result of this run: the call goes on as a duplicate of the newer claim."""
     observed = run.policy.mode == "observe"
-    run.phase = ENDED if observed else UNDONE
+    run.phase = ENDED if observed else AGAIN
     report(run, signals.lease_lost, run.record, observed=observed)
 
 

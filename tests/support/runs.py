@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.protocol.run import OnCommit, Run, execute, release
+from celery_idempotent.protocol.run import OnCommit, Run, execute, give_back
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import Store
 
@@ -112,4 +112,4 @@ class Runner:
     def release(self, claim: Claim) -> None:
         """Give the key back from within the body."""
         assert isinstance(claim, Run)
-        release(claim)
+        give_back(claim)

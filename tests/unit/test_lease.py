@@ -384,7 +384,7 @@ def test_an_undo_is_called_until_it_is_answered_and_again_for_a_late_command(
         if answers and (error := answers.pop(0)):
             raise error
 
-    heartbeat.undo_later(undo)
+    heartbeat.finish_later(undo)
     heartbeat.finish()
     assert not answers
     wait_for(lambda: not heartbeat._given_up, what="the last look")
@@ -396,6 +396,6 @@ def test_an_undo_that_cannot_help_is_dropped(
     def undo() -> None:
         raise StoreMisconfigured("no rights")
 
-    heartbeat.undo_later(undo)
+    heartbeat.finish_later(undo)
     wait_for(lambda: not heartbeat._given_up, what="the end of it")
     assert "is left alone: no rights" in caplog.text
