@@ -6,6 +6,8 @@ name task, key and scope, never arguments or results.
 
 from __future__ import annotations
 
+import reprlib
+
 
 class IdempotencyError(Exception):
     """An idempotent task could not be handled."""
@@ -20,6 +22,14 @@ class IdempotencyError(Exception):
 
 class InvalidOption(IdempotencyError):
     """An idempotency option is unknown or has a value that is not allowed."""
+
+
+def bad_option(
+    option: str, where: str, value: object, problem: str, remedy: str = ""
+) -> InvalidOption:
+    """Return the error of an option's value: whose it is, the value, what is allowed, and what to do."""
+    remedy = remedy or "Correct it, or leave it out for the default."
+    return InvalidOption(f"{option} of {where} is {reprlib.repr(value)}, and {problem}. {remedy}")
 
 
 class InvalidKey(IdempotencyError):

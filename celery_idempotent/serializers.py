@@ -49,14 +49,14 @@ class Serializer:
         self.accept = tuple(accept)
         if not installed(name):
             raise InvalidOption(
-                f"{what}: {name!r} is not installed. Install its package, or choose another."
+                f"{what} is {name!r}, which is not installed. Install its package, or choose another."
             )
         self._is_kombus_json = is_kombus_json()
         self._is_plain_json = name == "json" and self._is_kombus_json
         self._accepted = {_types.get(each, each) for each in self.accept}
         if _types[name] not in self._accepted:
             raise InvalidOption(
-                f"{what}: {name!r} writes what this app does not accept (it accepts "
+                f"{what} is {name!r}, which this app does not accept (it accepts "
                 f"{', '.join(self.accept) or 'nothing'}): add it to result_accept_content or accept_content, or choose "
                 "another."
             )

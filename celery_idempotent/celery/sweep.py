@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent import signals
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.typed import AnyTask
-from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
+from celery_idempotent.errors import IdempotencyError, ProcessingTimedOut, bad_option
 from celery_idempotent.protocol.options import Policy, duration
 from celery_idempotent.records import EndState, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer, log_not_kept
@@ -153,7 +153,8 @@ def sweep_interval(app: Celery) -> float | None:
     try:
         return None if value is None else duration(at_least_ms=100)(value) / 1000
     except ValueError as error:
-        raise InvalidOption(f"idempotency_sweep_interval {error}, or None for no sweeps.") from None
+        problem = f"{error}, or None for no sweeps"
+        raise bad_option("idempotency_sweep_interval", "the app", value, problem) from None
 
 
 _swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()

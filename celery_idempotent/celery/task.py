@@ -112,7 +112,9 @@ class IdempotentTask(DefinedTask):
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; raise ``InvalidOption`` for an option, which would have no effect any more."""
         if name.startswith(PREFIX):
-            raise InvalidOption(f"{name} of task {self.name} is read when the task is defined.")
+            raise InvalidOption(
+                f"{name} of task {self.name} is read when the task is defined: set it there."
+            )
         super().__setattr__(name, value)
 
     # -- publishing ----------------------------------------------------------------------------------------------------

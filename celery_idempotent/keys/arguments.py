@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import NoneType
 from typing import Any, Final
 
-from celery_idempotent.errors import InvalidKey, InvalidOption
+from celery_idempotent.errors import InvalidKey, bad_option
 
 
 class AllArguments(enum.Enum):
@@ -131,6 +132,7 @@ def compile_rule(
     """Check the value of the option ``what`` against the task's parameters; raise ``InvalidOption`` for a bad one."""
     if option is None or isinstance(option, AllArguments):
         return option
+    refused = partial(bad_option, what, f"task {task}", option)
     where = f"{what} of task {task}"
     names = (option,) if isinstance(option, str) else option
     known = ", ".join(parameters.names) or "none"
@@ -139,23 +141,24 @@ def compile_rule(
         for text, steps in paths.items():
             has_name = steps[0] in parameters.names
             if "" in steps or not (has_name or parameters.var_keyword):
-                raise InvalidOption(f"{where}: the task has no argument {text!r}. It has: {known}.")
+                raise refused(
+                    f"there is no argument {text!r}", f"The arguments of the task are: {known}."
+                )
             if not has_name:
                 steps.insert(0, parameters.var_keyword)
         return ArgumentRule(parameters, where, paths=paths, single=names is not option)
     if not callable(option):
-        raise InvalidOption(
-            f"{where} must be the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or "
-            f"None, not {type_name(option)}."
+        raise refused(
+            "must be the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or None"
         )
     with suppress(ValueError):  # some callables written in C have no signature
         signature = inspect.signature(option)
         try:
             parameters.call(signature.bind, dict.fromkeys(parameters.required))
         except TypeError as error:
-            raise InvalidOption(
-                f"{where}: the function gets every argument of the task ({known}), but: {error}. Add **_ for the "
-                "arguments that it does not need."
+            raise refused(
+                f"must take every argument of the task ({known}), but: {error}",
+                "Add **_ for the arguments that it does not need.",
             ) from None
     return ArgumentRule(parameters, where, option)
 

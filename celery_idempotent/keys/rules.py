@@ -25,7 +25,7 @@ from functools import partial
 from json.encoder import encode_basestring
 from typing import Any, TypeAlias
 
-from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
+from celery_idempotent.errors import InvalidKey, KeyMissing, bad_option
 from celery_idempotent.keys import arguments
 from celery_idempotent.keys.arguments import ALL_ARGUMENTS, AllArguments, Given
 from celery_idempotent.keys.fingerprints import NoFormError, fingerprint_of, form, quote
@@ -122,14 +122,15 @@ class Identifier:
         self._validate = validate
         self._parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
-            raise InvalidOption(
-                f"idempotency_namespace of task {task_name} must be 1 to {MAX_CHARS} printable characters; the default "
-                "is the name of the task."
-            )
+            problem = f"must be 1 to {MAX_CHARS} printable characters"
+            remedy = "Leave it out for the name of the task."
+            where = f"task {task_name}"
+            raise bad_option("idempotency_namespace", where, namespace, problem, remedy)
         compiled = partial(arguments.compile_rule, parameters=parameters, task=task_name)
         scope_rule = compiled(scope, what="idempotency_scope")
         if isinstance(scope_rule, AllArguments):
-            raise InvalidOption(f"idempotency_scope of task {task_name} cannot be ALL_ARGUMENTS.")
+            problem = "must be names of arguments, a function of them, or None"
+            raise bad_option("idempotency_scope", f"task {task_name}", scope, problem)
         self._scope = scope_rule
         self._key = compiled(key, what="idempotency_key")
         self._fingerprint = compiled(fingerprint, what="idempotency_fingerprint")

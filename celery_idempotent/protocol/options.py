@@ -7,7 +7,7 @@ view. The user gives the option ``lease`` in seconds, the field has milliseconds
 
 A reader refuses a value by raising a ``ValueError`` with the end of a sentence; :func:`read_options` adds the rest::
 
-    "must be at least 0.1 seconds"   →   idempotency_lease of task shop.charge must be at least 0.1 seconds.
+    "must be at least 0.1 seconds"  →  idempotency_lease of task shop.charge is 0.01, and must be at least 0.1 seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from celery_idempotent.errors import InvalidOption
+from celery_idempotent.errors import InvalidOption, bad_option
 from celery_idempotent.records import OnStale
 from celery_idempotent.settings import PREFIX
 
@@ -105,7 +105,7 @@ def read_options(
             try:
                 values[known[name].name] = read_value(value)
             except ValueError as error:
-                raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
+                raise bad_option(prefix + name, where, value, str(error)) from None
     return kind(**values)
 
 
@@ -204,33 +204,37 @@ def read_task_options(
     Raises:
         InvalidOption: for an ``idempotency_*`` attribute that is no option, or a bad value.
     """
-    where, given = f"task {name}", dict[str, object]()
+    where, given, of_app = f"task {name}", dict[str, object](), dict[str, object]()
     for each in _TASK_OPTIONS:
         # Not through an instance, which would bind functions.
         value = inspect.getattr_static(task, PREFIX + each, _UNSET)
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        if value is _UNSET:
-            value = setting(PREFIX + each, _UNSET)
         if value is not _UNSET:
             given[each] = value
+        elif (value := setting(PREFIX + each, _UNSET)) is not _UNSET:
+            of_app[each] = value
     named = [each.removeprefix(PREFIX) for each in dir(task) if each.startswith(PREFIX)]
     for each in SETTINGS:
         if each in named:
             raise InvalidOption(
-                f"{PREFIX}{each} is a setting of the app, not an attribute of {where}."
+                f"{PREFIX}{each} of {where} is a setting of the app: set it in app.conf."
             )
     refuse_unknown([n for n in named if n not in _METHODS], KNOWN, where=where, prefix=PREFIX)
-    about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
-    policy = read_options(Policy, [(where, given)], prefix=PREFIX)
+    about: dict[str, Any] = {
+        each: source.pop(each)
+        for source in (of_app, given)
+        for each in KEY_OPTIONS
+        if each in source
+    }
+    sources = [(f"{where}, a setting of the app,", of_app), (where, given)]
+    policy = read_options(Policy, sources, prefix=PREFIX)
     if policy.on_duplicate == "replace" and policy.publish_once != "until_start":
-        raise InvalidOption(
-            f"{PREFIX}on_duplicate='replace' of {where} needs {PREFIX}publish_once='until_start': only a call that "
-            "waits can take other arguments."
-        )
+        problem = f"needs {PREFIX}publish_once='until_start': only a call that waits can take other arguments"
+        raise bad_option(f"{PREFIX}on_duplicate", where, "replace", problem, "Set both.")
     if policy.atomic and policy.on_store_error == "open":
-        raise InvalidOption(
-            f"{PREFIX}atomic of {where} cannot be combined with {PREFIX}on_store_error='open': without the store's "
-            "database there is no transaction."
+        problem = (
+            f"needs {PREFIX}on_store_error='closed': without its database there is no transaction"
         )
+        raise bad_option(f"{PREFIX}atomic", where, True, problem, "Leave out one of them.")
     return policy, about

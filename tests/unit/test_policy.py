@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from datetime import timedelta
 from decimal import Decimal
 from types import SimpleNamespace
@@ -70,6 +71,14 @@ class TestDefaults:
         assert policy(idempotency_retention=retention, idempotency_lease=30).keep_ms == kept
 
 
+def of_order_id_alone(order_id: str) -> str:
+    return order_id
+
+
+def of_a_misspelt_name(oid: str, **_: object) -> str:
+    return oid
+
+
 GOOD = [
     ("lease", 30, "lease_ms", 30_000),
     ("lease", 0.1, "lease_ms", 100),
@@ -95,37 +104,77 @@ GOOD = [
     ("atomic", True, "atomic", True),
 ]
 
-BAD = [
-    ("lease", 0.09, "at least 0.1 seconds"),
-    ("lease", -1, "between 0 and ten years"),
-    ("lease", float("nan"), "between 0 and ten years"),
-    ("lease", "60", "seconds or a timedelta"),
-    ("lease", True, "seconds or a timedelta"),
-    ("lease", None, "seconds or a timedelta"),
-    ("lease", Decimal(3), "seconds or a timedelta"),
-    ("lease", timedelta(days=4000), "between 0 and ten years"),
-    ("retention", -0.001, "between 0 and ten years"),
-    ("retention", None, "seconds or a timedelta"),
-    ("on_conflict", "wat", "'retry', 'wait', 'ignore', 'raise'"),
-    ("on_conflict", ["retry"], "'retry', 'wait', 'ignore', 'raise'"),
-    ("permanent_errors", ("ValueError",), "exception types"),
-    ("permanent_errors", (ValueError("x"),), "exception types"),
-    ("permanent_errors", BaseException, "exception types"),
-    ("permanent_errors", None, "exception types"),
-    ("max_crashes", -1, "0 or a positive whole number"),
-    ("max_crashes", 1.5, "0 or a positive whole number"),
-    ("max_crashes", True, "0 or a positive whole number"),
-    ("store_result", 0, "True or False"),
-    ("max_result_bytes", None, "0 or a positive whole number"),
-    ("serializer", 1, "name of kombu's registry"),
-    ("serializer", "nonsense", "is not installed"),
-    ("serializer", "pickle", "does not accept"),
-    ("wait", "2", "seconds or a timedelta"),
-    ("publish_once", "yes", "one of False, True, 'until_start'"),
-    ("on_stale", "retry", "'interrupt', 'fail', 'requeue'"),
-    ("on_store_error", "fail", "'closed', 'open'"),
-    ("mode", "watch", "'enforce', 'observe', 'off'"),
-    ("atomic", 1, "True or False"),
+REST = "Correct it, or leave it out"
+TIME, WITHIN, COUNT = (
+    "seconds or a timedelta",
+    "between 0 and ten years",
+    "0 or a positive whole number",
+)
+TYPES, FLAG, KOMBU = "exception types", "True or False", "name of kombu's registry"
+CONFLICT, STORED = "'retry', 'wait', 'ignore', 'raise'", "'closed', 'open'"
+ARGUMENTS = "The arguments of the task are: order_id, amount"
+RULE = "a tuple of names, a function of the arguments, ALL_ARGUMENTS or None"
+
+#: An option, a value that is a mistake, what is allowed, and what to do.
+MISTAKES: list[tuple[str, Any, str, str]] = [
+    ("lease", 0.09, "at least 0.1 seconds", REST),
+    ("lease", -1, WITHIN, REST),
+    ("lease", float("nan"), WITHIN, REST),
+    ("lease", "60", TIME, REST),
+    ("lease", True, TIME, REST),
+    ("lease", None, TIME, REST),
+    ("lease", Decimal(3), TIME, REST),
+    ("lease", timedelta(days=4000), WITHIN, REST),
+    ("retention", -0.001, WITHIN, REST),
+    ("retention", None, TIME, REST),
+    ("on_conflict", "wat", CONFLICT, REST),
+    ("on_conflict", ["retry"], CONFLICT, REST),
+    ("permanent_errors", ("ValueError",), TYPES, REST),
+    ("permanent_errors", (ValueError("x"),), TYPES, REST),
+    ("permanent_errors", BaseException, TYPES, REST),
+    ("permanent_errors", None, TYPES, REST),
+    ("max_crashes", -1, COUNT, REST),
+    ("max_crashes", 1.5, COUNT, REST),
+    ("max_crashes", True, COUNT, REST),
+    ("store_result", 0, FLAG, REST),
+    ("max_result_bytes", None, COUNT, REST),
+    ("serializer", 1, KOMBU, REST),
+    ("serializer", "nonsense", "is not installed", "Install its package, or choose another"),
+    ("serializer", "pickle", "accepts json", "add it to result_accept_content"),
+    ("wait", "2", TIME, REST),
+    ("publish_once", "yes", "one of False, True, 'until_start'", REST),
+    ("on_duplicate", "replace", "idempotency_publish_once='until_start'", "Set both"),
+    ("on_duplicate", "drop", "'return', 'raise', 'replace'", REST),
+    ("keep_message", 1, FLAG, REST),
+    ("on_stale", "retry", "'interrupt', 'fail', 'requeue'", REST),
+    ("on_store_error", "fail", STORED, REST),
+    ("mode", "watch", "'enforce', 'observe', 'off'", REST),
+    ("atomic", 1, FLAG, REST),
+    ("namespace", "", "1 to 255 printable characters", "the name of the task"),
+    ("namespace", "x" * 256, "1 to 255 printable characters", "the name of the task"),
+    ("namespace", "a\nb", "1 to 255 printable characters", "the name of the task"),
+    ("namespace", ["a"], "1 to 255 printable characters", "the name of the task"),
+    ("scope", ALL_ARGUMENTS, "a function of them, or None", REST),
+    *(
+        (option, value, allowed, remedy)
+        for option in ("key", "scope", "fingerprint")
+        for value, allowed, remedy in (
+            ("orderid", "no argument 'orderid'", ARGUMENTS),
+            (("order_id", "kind"), "no argument 'kind'", ARGUMENTS),
+            ("event.id", "no argument 'event.id'", ARGUMENTS),
+            ("", "no argument ''", ARGUMENTS),
+            ("order_id.", "no argument 'order_id.'", ARGUMENTS),
+            ("order_id..x", "no argument 'order_id..x'", ARGUMENTS),
+            ((), RULE, REST),
+            ((1,), RULE, REST),
+            (5, RULE, REST),
+            (True, RULE, REST),
+            ({"order_id"}, RULE, REST),
+            (SimpleNamespace(), RULE, REST),
+            (of_order_id_alone, "every argument of the task (order_id, amount)", "Add **_"),
+            (of_a_misspelt_name, "every argument of the task (order_id, amount)", "Add **_"),
+        )
+    ),
 ]
 
 
@@ -145,23 +194,23 @@ class TestValues:
         assert getattr(found, field) == expected
         assert type(getattr(found, field)) is type(expected)
 
-    @pytest.mark.parametrize(("option", "value", "message"), BAD)
+    @pytest.mark.parametrize(("option", "value", "allowed", "remedy"), MISTAKES)
     @pytest.mark.parametrize("where", ["attribute", "setting"])
-    def test_bad_ones_fail_at_definition_and_say_what_is_allowed(
-        self, option, value, message, where
+    def test_a_mistake_fails_at_definition_with_task_value_what_is_allowed_and_a_remedy(
+        self, option, value, allowed, remedy, where
     ):
         name = f"idempotency_{option}"
-        with pytest.raises(InvalidOption, match=message) as caught:
+        with pytest.raises(InvalidOption) as caught:
             set_by(where, name, value)
-        assert f"{name} of task shop.charge" in str(caught.value)
+        said, parts = str(caught.value), (name, "task shop.charge", reprlib.repr(value))
+        places = [said.find(part) for part in (*parts, allowed, remedy)]
+        assert -1 not in places, said
+        assert places == sorted(places), said
 
     def test_an_atomic_task_cannot_run_without_its_store(self):
-        with pytest.raises(InvalidOption, match="atomic"):
+        said = r"atomic of task shop\.charge is True, and needs .*='closed'.* Leave out"
+        with pytest.raises(InvalidOption, match=said):
             define(idempotency_atomic=True, idempotency_on_store_error="open")
-
-    def test_only_a_call_that_waits_can_be_replaced(self):
-        with pytest.raises(InvalidOption, match="needs idempotency_publish_once='until_start'"):
-            define(idempotency_publish_once=True, idempotency_on_duplicate="replace")
 
 
 class TestNames:
@@ -188,7 +237,7 @@ class TestNames:
 
     @pytest.mark.parametrize("name", ["idempotency_store", "idempotency_sweep_interval"])
     def test_a_setting_of_the_app_is_no_attribute_of_a_task(self, name):
-        with pytest.raises(InvalidOption, match=f"{name} is a setting of the app"):
+        with pytest.raises(InvalidOption, match=f"{name} of task .* is a setting of the app"):
             define(**{name: "memory://"})
 
 
