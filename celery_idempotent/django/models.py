@@ -50,7 +50,9 @@ class IdempotencyRecord(models.Model):
     class Meta:
         db_table = "celery_idempotent_record"
         verbose_name = "idempotency record"
-        indexes = (UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished"),)
+        indexes = (
+            UnfinishedIndex(fields=["state", "updated_ms"], name="celery_idempotent_unfinished"),
+        )
         default_permissions = ("view",)
         permissions = (
             ("view_result", "Can see results and errors of idempotency records"),

@@ -237,11 +237,12 @@ class DjangoStore(base.Store):
         limit: int = 50,
         look_at: int = 5000,
     ) -> records.Page:
-        # The newest claim first, or the one that is kept longest: COMPLETED records are in no other index.
-        letters = sorted(LETTERS[state] for state in selection.wanted)
+        # The last change first, or what is kept longest: COMPLETED records are in no other index.
+        letters, since_ms = sorted(LETTERS[each] for each in selection.wanted), selection.since_ms
         # By state, so that failures, of which there may be many, hide no others.
-        where = [f"state = '{each}' AND {UNFINISHED}" for each in letters]
-        kind, order = "n", "token"
+        since = "" if since_ms is None else f" AND updated_ms >= {since_ms:d}"
+        where = [f"state = '{each}' AND {UNFINISHED}{since}" for each in letters]
+        kind, order = "n", "updated_ms"
         if selection.scans:
             kind, order, where = "k", "prune_ms", ["0 = 0"]
         place: tuple[int, ...] | None = base.read_cursor(cursor, kind, 2) if cursor else None

@@ -281,7 +281,7 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self) -> records.Stats:
-        """Count the records that are not COMPLETED, by indexes."""
+        """Count the records that are not COMPLETED, by indexes, which may have expired ones until the next prune."""
 
     @abstractmethod
     def list(
@@ -290,7 +290,7 @@ class Store(ABC):
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
         COMPLETED records have no index: a page may be empty and yet have a cursor. A record that changes between two
-        pages may be left out or come twice. INTERRUPTED records alone, or FAILED ones, come newest first.
+        pages may be left out or come twice. INTERRUPTED and FAILED records come newest first, by their last change.
         """
 
     @abstractmethod

@@ -95,7 +95,7 @@ class MemoryStore(Store):
     ) -> Page:
         (start,) = read_cursor(cursor, "m", 1)
         now_ms, records = self._alive()
-        if selection.wanted in ({State.INTERRUPTED}, {State.FAILED}):
+        if not selection.scans:
             wanted = [record for record in records if record.state in selection.wanted]
             records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
         found: list[Record] = []

@@ -99,18 +99,32 @@ class ListingContract(ContractBase):
         assert all(len(page) <= 7 for page in pages)
         assert sorted(record.identity.key for page in pages for record in page) == wanted
 
+    def end_badly(self, store: Store, claimed: Record, state: str, keep_ms: int) -> None:
+        """End a claim in this state; a FAILED one is kept for this time, any other for as long as its claim says."""
+        if state == "FAILED":
+            assert self.settle(store, claimed, State.FAILED, keep_ms=keep_ms)
+        else:
+            assert store.interrupt(claimed.identity, token=claimed.token)
+
     @pytest.mark.parametrize("state", ["INTERRUPTED", "FAILED"])
     def test_what_ended_badly_is_listed_newest_first(
         self, store: Store, advance: Advance, state: str
     ) -> None:
-        """Operators look for what has just happened. Other states come in the order that is cheapest for the store."""
-        wanted = [f"{n:03}" for n in range(12)]
-        for key in wanted:
-            self.make(store, state, key)
+        """Operators look for what has just happened, however long it is kept, and whenever it was claimed. Other
+        states come in the order that is cheapest for the store.
+        """
+        wanted = [dataclasses.replace(KEY, key=f"{n:03}") for n in range(12)]
+        keeps = [self.keep_ms * (1 + n % 3) for n in range(12)]
+        claims = [self.claim(store, wanted[n], keep_ms=keeps[n]) for n in range(12)]
+        for n in reversed(range(12)):
+            self.end_badly(store, claims[n], state, keeps[n])
             advance(5)
         selection = Selection(states=frozenset({State(state)}))
         pages = self.pages(store, selection, limit=5)
-        assert [each.identity.key for page in pages for each in page] == wanted[::-1]
+        assert [each.identity for page in pages for each in page] == wanted
+        since_ms = self.found(store, wanted[4]).updated_ms
+        since = dataclasses.replace(selection, since_ms=since_ms)
+        assert self.keys(store, since) == [each.key for each in wanted[:5]]
 
     @pytest.mark.parametrize("state", ["INTERRUPTED", "FAILED"])
     def test_what_ended_badly_is_found_without_looking_at_others(
@@ -157,12 +171,17 @@ class ListingContract(ContractBase):
     def test_what_ended_badly_and_is_over_is_not_counted(
         self, store: Store, advance: Advance, state: str
     ) -> None:
-        """An index may still have them until the next prune."""
+        """An index may still have them until the next prune, also where others are kept for longer."""
+        kept, keep_ms = ["kept 0", "kept 1", "kept 2"], 9 * self.keep_ms
+        for key in kept:
+            claimed = self.claim(store, dataclasses.replace(KEY, key=key), keep_ms=keep_ms)
+            self.end_badly(store, claimed, state, keep_ms)
         self.make(store, state, "over")
         advance(self.lease_ms + self.keep_ms + 1)
+        store.prune(limit=100)
         stats = store.stats()
-        assert (stats.interrupted, stats.failed) == (0, 0)
-        assert self.keys(store, Selection(states=frozenset({State(state)}))) == []
+        assert stats.interrupted + stats.failed == len(kept)
+        assert self.keys(store, Selection(states=frozenset({State(state)}))) == kept
 
     def test_a_page_looks_at_so_many_keys_only(self, store: Store) -> None:
         """A filter that nothing matches would read the whole store in one call, and block it. The page is empty, and

@@ -63,7 +63,9 @@ class Migration(migrations.Migration):
                 "db_table": "celery_idempotent_record",
                 "verbose_name": "idempotency record",
                 "indexes": [
-                    UnfinishedIndex(fields=["state", "token"], name="celery_idempotent_unfinished")
+                    UnfinishedIndex(
+                        fields=["state", "updated_ms"], name="celery_idempotent_unfinished"
+                    )
                 ],
                 "default_permissions": ("view",),
                 "permissions": (

@@ -5,7 +5,8 @@
     idem:{7}:payments.charge:acct_1:order-17    a record: namespace, scope, key
     idem:{7}!leases                             sorted set: PROCESSING and QUEUED records by deadline, and "!" by the
                                                 largest token of the bucket, in µs: never due
-    idem:{7}!failures, idem:{7}!interrupted     sorted sets: such records by when they expire
+    idem:{7}!failures, idem:{7}!interrupted     sorted sets: such records by their last change; a prune
+                                                removes those that have expired
     idem:{0}!layout                             number of this layout: of these names, and of how records spread
     idem:{0}!counts:484722                      hash: counts of outcome and task, in that hour since the epoch
     idem:{0}!swept                              end of the last sweep, ms since the epoch
@@ -40,7 +41,7 @@ from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, St
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, Unreadable, without_long
 from celery_idempotent.stores.table import StoredRecord
 
-LAYOUT = b"1"
+LAYOUT = b"2"
 BUCKETS = 256  # fixed for this layout: it decides the names of records
 #: The member of a bucket's leases whose score is its largest token.
 MARK = b"!"

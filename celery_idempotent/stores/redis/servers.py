@@ -28,7 +28,7 @@ Reply: TypeAlias = Any
 #: The words of a command. Numbers are text: hiredis 3.5 may crash while it packs one.
 Command: TypeAlias = tuple[bytes, ...]
 
-_NUMBERS = [b"%d" % number for number in range(8)]
+_NUMBERS = [b"%d" % number for number in range(256)]
 
 
 class Script:

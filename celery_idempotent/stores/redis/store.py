@@ -36,12 +36,15 @@ _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
 _SETTLED: dict[bytes, records.SettledWith] = {b"stored": "stored", b"settled": "settled"}
-_CLAIM, _END, _RENEW, _SWAP = (servers.SCRIPTS[name] for name in ("claim", "end", "renew", "swap"))
+_SCRIPTS = "claim", "end", "renew", "swap", "prune"
+_CLAIM, _END, _RENEW, _SWAP, _PRUNE = (servers.SCRIPTS[name] for name in _SCRIPTS)
 #: The key of ``swap`` that indexes the records of a state.
 _IN_LEASES = b"2"
 _INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.INTERRUPTED: b"4"}
 #: The number of records that one trip of a sweep reads or writes.
 _PER_TRIP = 250
+#: The most names that a prune takes of one index at a time: the oldest, and as many at random.
+_PER_LOOK = 64
 
 
 class RedisStore(base.Store):
@@ -221,7 +224,19 @@ class RedisStore(base.Store):
     # -- upkeep --
 
     def _due(self, limit: int) -> Sequence[Identity]:
-        return [self._keys.identity(name) for _, name, _ in self._due_in(layout.LEASES, limit)]
+        # All buckets give a few, in rounds from a random one: a full bucket starves no other.
+        start, now = random.randrange(layout.BUCKETS), b"%d" % self.now_ms()
+        indexes = (2 * self._keys.index(layout.LEASES))[start : start + layout.BUCKETS]
+        found: list[bytes] = []
+        at, most = 0, limit // 64 + 1
+        while indexes and len(found) < limit:
+            place = b"LIMIT", b"%d" % at, b"%d" % most
+            asks = [(b"ZRANGEBYSCORE", index, b"-inf", now, *place) for index in indexes]
+            due = list(zip(indexes, self._exchange(*asks), strict=True))
+            found += [name for _, some in due for name in some]
+            indexes = [index for index, some in due if len(some) == most]
+            at += most
+        return [self._keys.identity(name) for name in found]
 
     def _sweep_all(self, due: Sequence[Identity], requeue_ms: int) -> Iterator[Record | None]:
         """Decide about some records at a time, with two trips: one to look, one to write."""
@@ -240,27 +255,33 @@ class RedisStore(base.Store):
 
     def prune(self, *, limit: int) -> int:
         pruned = 0
-        for kind in (layout.FAILURES, layout.INTERRUPTED):
-            ends = {index: end for index, _, end in self._due_in(kind, limit - pruned)}
-            drops = ((b"ZREMRANGEBYSCORE", i, b"-inf", b"%d" % end) for i, end in ends.items())
-            pruned += sum(self._exchange(*drops))
+        for state, kind in _LISTED.items():
+            letter = layout.STARTS[state][:1]
+            pruned += self._prune(self._keys.index(kind), letter, limit - pruned)
         return pruned
 
-    def _due_in(self, kind: bytes, limit: int) -> list[tuple[bytes, bytes, int]]:
-        """Return index, name and score of up to ``limit`` entries whose time has come, of each index in its order."""
-        # All buckets give a few, in rounds from a random one: a full bucket starves no other.
-        start, now = random.randrange(layout.BUCKETS), b"%d" % self.now_ms()
-        indexes = (2 * self._keys.index(kind))[start : start + layout.BUCKETS]
-        found: list[tuple[bytes, bytes, int]] = []
-        at, most = 0, limit // 64 + 1
-        while indexes and len(found) < limit:
-            place = b"WITHSCORES", b"LIMIT", b"%d" % at, b"%d" % most
-            asks = [(b"ZRANGEBYSCORE", index, b"-inf", now, *place) for index in indexes]
-            due = list(zip(indexes, map(pairs, self._exchange(*asks)), strict=True))
-            found += [(index, name, int(float(end))) for index, some in due for name, end in some]
-            indexes = [index for index, some in due if len(some) == most]
-            at += most
-        return found[:limit]
+    def _prune(self, indexes: list[bytes], letter: bytes, limit: int) -> int:
+        """Look at the oldest of each index and, as they are kept for different times, at some others at random.
+
+        An index that had mostly entries to remove is looked at again, for twice as many.
+        """
+        random.shuffle(indexes)
+        pruned, most = 0, min(limit // 512 + 1, _PER_LOOK)
+        while indexes and pruned < limit:
+            size, left = b"%d" % most, limit - pruned
+            first = b"-inf", b"+inf", b"LIMIT", b"0", size
+            asks = [(b"ZRANGEBYSCORE", index, *first) for index in indexes]
+            found = self._exchange(*asks, *((b"ZRANDMEMBER", index, size) for index in indexes))
+            looks = []
+            for index, *names in zip(indexes, found, found[len(indexes) :], strict=False):
+                some = [*dict.fromkeys(itertools.chain(*names))][:left]
+                left -= len(some)
+                looks += [(index, *some)] if some else []
+            gone = self._exchange(*(_PRUNE.call(look, letter) for look in looks))
+            pruned += sum(gone)
+            indexes = [look[0] for look, n in zip(looks, gone, strict=True) if 2 * n >= len(look)]
+            most = min(2 * most, _PER_LOOK)
+        return pruned
 
     # -- what operators see --
 
@@ -277,14 +298,17 @@ class RedisStore(base.Store):
         bounds = {
             "stale": (layout.LEASES, b"-inf", now),
             "live": (layout.LEASES, later, b"(1e14"),
-            "interrupted": (layout.INTERRUPTED, later, b"+inf"),
-            "failed": (layout.FAILURES, later, b"+inf"),
+            "interrupted": (layout.INTERRUPTED, b"-inf", b"+inf"),
+            "failed": (layout.FAILURES, b"-inf", b"+inf"),
         }
-        sums: dict[str, Any] = {}
-        for name, (kind, *ends) in bounds.items():
-            counts = [(b"ZCOUNT", index, *ends) for index in self._keys.index(kind)]
-            sums[name] = sum(self._exchange(*counts))
-        (swept,) = self._exchange((b"GET", self._keys.swept))
+        asks = [
+            (b"ZCOUNT", index, *ends)
+            for kind, *ends in bounds.values()
+            for index in self._keys.index(kind)
+        ]
+        *counts, swept = self._exchange(*asks, (b"GET", self._keys.swept))
+        size = layout.BUCKETS
+        sums: Any = {name: sum(counts[n * size :][:size]) for n, name in enumerate(bounds)}
         return records.Stats(now_ms=now_ms, swept_ms=None if swept is None else int(swept), **sums)
 
     def note_sweep(self) -> None:
@@ -361,7 +385,7 @@ class RedisSnapshot(Snapshot):
         restores = before is None and record.state.settled
         is_new = not restores and (before is None or before.record.token != record.token)
         token = b"%d" % record.token if is_new else b""
-        score = after.expires_ms if record.deadline_ms is None else record.deadline_ms
+        score = record.updated_ms if record.deadline_ms is None else record.deadline_ms
         # A lost record left its entry behind.
         leaves = _IN_LEASES if before is None else _INDEX.get(before.record.state, b"")
         packed, enters = layout.pack(after, os.urandom(4)), _INDEX.get(record.state, b"")
@@ -469,7 +493,8 @@ class Search:
         """Yield scores and names of all indexes from a score on (0: from the first); stale ones upwards until now."""
         indexes = [index for kind in kinds for index in self.keys.index(kind)]
         start, now, is_stale = b"%d" % first_score, b"%d" % self.now_ms, self.selection.stale
-        downwards = start if first_score else b"+inf", b"-inf", b"BYSCORE", b"REV"
+        since = b"%d" % (self.selection.since_ms or 0)  # no deadline is before the last change
+        downwards = start if first_score else b"+inf", since, b"BYSCORE", b"REV"
         order = (start, now, b"BYSCORE") if is_stale else downwards
         how = *order, b"WITHSCORES", b"LIMIT"
         # Of the newest of all, each index has few.

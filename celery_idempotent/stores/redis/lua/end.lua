@@ -25,7 +25,7 @@ if ARGV[1] ~= '' then
   if rest:byte(3) == 0 then
     local time = redis.call('TIME')
     local now = time[1] * 1000 + math.floor(time[2] / 1000)
-    if ARGV[2]:byte() == 70 then redis.call('ZADD', KEYS[3], string.format('%d', now + ARGV[3]), KEYS[1]) end
+    if ARGV[2]:byte() == 70 then redis.call('ZADD', KEYS[3], string.format('%d', now), KEYS[1]) end
     rest = struct.pack('>I8', now) .. rest:sub(9)
   end
   redis.call('SET', KEYS[1], ARGV[2] .. head:sub(3, 22) .. rest, 'PX', ARGV[3])
