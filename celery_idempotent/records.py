@@ -361,9 +361,9 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """How often an outcome happened to a task within one hour, counted from the epoch."""
+    """How often an outcome happened to a task within the minute or hour that began at ``start_ms``."""
 
-    hour: int
+    start_ms: int
     task: str
     outcome: str
     count: int

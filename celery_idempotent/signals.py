@@ -9,7 +9,7 @@ A receiver takes ``sender`` (the task) and ``event`` (an :class:`Event`)::
 Celery's signals swallow and log what a receiver raises, so a receiver never changes the outcome.
 
 A report takes less than a microsecond and no round trip: each process adds up its counts, which the heartbeat's thread
-writes by the hour. A process that is killed loses its last counts: they are for charts, not for accounting.
+writes by minute and hour. A process that is killed loses its last counts: they are for charts, not for accounting.
 """
 
 from __future__ import annotations
@@ -242,6 +242,10 @@ def report(
         counts[call.name, outcome.counter] += 1
         if outcome is settled and details["state"] is State.FAILED:
             counts[call.name, "failed"] += 1
+        if error is not None and (outcome is settled or outcome is released):
+            # A run that raised leaves no record.
+            ended = "failed" if outcome is settled else "released"
+            counts[call.name, f"{ended}:{type(error).__name__[:80]}"] += 1
         if has_writer and not counters.has_writer:
             counters.start_writer()
     if "line" in details:

@@ -86,22 +86,23 @@ class Mark(models.Model):
 
 
 class Counter(models.Model):
-    """How often something happened to a task within one hour."""
+    """How often something happened to a task within a minute or an hour."""
 
     id = models.BigAutoField(primary_key=True)
-    #: Hours since 1970.
-    hour = models.IntegerField()
+    length_ms = models.IntegerField()
+    start_ms = models.BigIntegerField()
     #: The task's name, or the view's.
     task = models.CharField(max_length=255)
-    #: What happened, named as the signal is.
-    outcome = models.CharField(max_length=32)
+    #: What happened, named as the signal is; a failure also by its class, as "failed:ValueError".
+    outcome = models.CharField(max_length=100)
     count = models.BigIntegerField()
 
     class Meta:
         default_permissions = ()
         constraints = (
             models.UniqueConstraint(
-                fields=["hour", "task", "outcome"], name="celery_idempotent_counter_once"
+                fields=["length_ms", "start_ms", "task", "outcome"],
+                name="celery_idempotent_counter_once",
             ),
         )
 

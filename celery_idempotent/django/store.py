@@ -284,26 +284,33 @@ class DjangoStore(base.Store):
 
     @in_session
     def _count(self, session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
-        hour = _now_ms(session) // base.HOUR_MS
+        now_ms = _now_ms(session)
         # In one order: two processes that count the same outcomes in different orders would deadlock.
-        counted = [(hour, t[:255], o[:32], number) for (t, o), number in sorted(outcomes.items())]
+        counted = [
+            (each.ms, each.start(now_ms), task[:255], outcome[:100], number)
+            for each in base.PERIODS
+            for (task, outcome), number in sorted(outcomes.items())
+        ]
+        table = "celery_idempotent_counter"
         if counted:
-            values = ", ".join(["(%s, %s, %s, %s)"] * len(counted)) + session.dialect.or_add
-            session.execute(
-                f"INSERT INTO celery_idempotent_counter (hour, task, outcome, count) VALUES {values}",
-                [*itertools.chain(*counted)],
-            )
-        over = "DELETE FROM celery_idempotent_counter WHERE hour <= %s"
-        session.execute(over, (hour - base.COUNTED_HOURS,))
+            values = ", ".join(["(%s, %s, %s, %s, %s)"] * len(counted)) + session.dialect.or_add
+            columns = "length_ms, start_ms, task, outcome, count"
+            insert = f"INSERT INTO {table} ({columns}) VALUES {values}"
+            session.execute(insert, [*itertools.chain(*counted)])
+        is_over = " OR ".join(["(length_ms = %s AND start_ms <= %s)"] * len(base.PERIODS))
+        over = [(each.ms, each.start(now_ms, each.kept)) for each in base.PERIODS]
+        session.execute(f"DELETE FROM {table} WHERE {is_over}", [*itertools.chain(*over)])
 
     @in_session
-    def counts(self, session: Session, *, hours: int) -> Sequence[records.Counted]:
-        first = _now_ms(session) // base.HOUR_MS - min(hours, base.COUNTED_HOURS) + 1
+    def _counts(
+        self, session: Session, period: base.Period, starts: Sequence[int]
+    ) -> Sequence[records.Counted]:
         found = session.rows(
-            "SELECT hour, task, outcome, count FROM celery_idempotent_counter WHERE hour >= %s ORDER BY 1, 2, 3",
-            (first,),
+            "SELECT start_ms, task, outcome, count FROM celery_idempotent_counter"
+            " WHERE length_ms = %s AND start_ms >= %s ORDER BY 1, 2, 3",
+            (period.ms, starts[0]),
         )
-        return [records.Counted(hour=h, task=t, outcome=o, count=n) for h, t, o, n in found]
+        return [records.Counted(start_ms=s, task=t, outcome=o, count=n) for s, t, o, n in found]
 
     @in_session
     def note_sweep(self, session: Session) -> None:

@@ -22,15 +22,26 @@ if TYPE_CHECKING:
     from celery import Celery
     from redis import ConnectionPool
 
-__all__ = ["COUNTED_HOURS", "ServerFacts", "Store", "Transaction"]
+__all__ = ["HOUR", "MINUTE", "Period", "ServerFacts", "Store", "Transaction"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How long counters are kept.
-COUNTED_HOURS = 30 * 24
-HOUR_MS = 3_600_000
+
+class Period(NamedTuple):
+    """The length of time that a counter is for, and how many of them are kept."""
+
+    ms: int
+    kept: int
+
+    def start(self, now_ms: int, ago: int = 0) -> int:
+        """Return when the current period began, or the one so many before."""
+        return (now_ms // self.ms - ago) * self.ms
+
+
+#: Each write of the counters adds to both.
+MINUTE, HOUR = PERIODS = Period(60_000, 120), Period(3_600_000, 30 * 24)
 
 #: Why a store does not serve: no answer; rights or settings; it takes no writes, as if full or a replica.
 Problem: TypeAlias = Literal["down", "refused", "read-only"]
@@ -111,7 +122,7 @@ class Store(ABC):
 
     #: Can a run be part of its transactions? Then it has `transaction` and `unguarded_transaction`.
     supports_transactions: bool = False
-    #: Does it have `count`, `counts` and `note_sweep`?
+    #: Does it have `count`, `_counts` and `note_sweep`?
     supports_counting: bool = False
     #: May a thread use it while the process forks? A fork copies SQLite's mutexes as they are, locked for ever perhaps.
     safe_beside_forks: bool = True
@@ -341,10 +352,18 @@ class Store(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no transactions")
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting
-        """Add to the counters of the current hour, by task and outcome."""
+        """Add to the counters of the current minute and hour, by task and outcome."""
 
-    def counts(self, *, hours: int) -> Sequence[records.Counted]:  # noqa: ARG002  see supports_counting
-        """Return the counters of the last ``hours`` hours, oldest first."""
+    def counts(self, *, hours: int = 0, minutes: int = 0) -> Sequence[records.Counted]:
+        """Return the counters of the last ``hours`` or ``minutes``, oldest first."""
+        if not self.supports_counting:
+            return ()
+        period, now_ms = HOUR if hours else MINUTE, self.now_ms()
+        first = period.start(now_ms, min(hours or minutes, period.kept) - 1)
+        return self._counts(period, range(first, now_ms + 1, period.ms))
+
+    def _counts(self, period: Period, starts: Sequence[int]) -> Sequence[records.Counted]:  # noqa: ARG002
+        """Return the counters of the periods that began then."""
         return ()
 
     def note_sweep(self) -> None:  # noqa: B027  see supports_counting

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from celery_idempotent.records import Counted, Identity, Page, Record, Selection, State, Stats
-from celery_idempotent.stores.base import COUNTED_HOURS, HOUR_MS, Store, read_cursor, write_cursor
+from celery_idempotent.stores.base import PERIODS, Period, Store, read_cursor, write_cursor
 from celery_idempotent.stores.table import Snapshot, StoredRecord
 
 __all__ = ["MemoryStore"]
@@ -42,7 +42,7 @@ class MemoryStore(Store):
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or (lambda: time.time_ns() // 1000)
         self.records: dict[Identity, StoredRecord] = {}
-        self._counts: Counter[tuple[int, str, str]] = Counter()
+        self._counted: Counter[tuple[Period, int, str, str]] = Counter()
         self.highest_token = 0
         self._swept_ms: int | None = None
         # Reentrant, because a signal handler may call the store while its thread is inside it.
@@ -109,18 +109,21 @@ class MemoryStore(Store):
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         with self._lock:
-            hour = self.now_ms() // HOUR_MS
-            self._counts.update({(hour, *key): count for key, count in outcomes.items()})
-            for key in [key for key in self._counts if key[0] <= hour - COUNTED_HOURS]:
-                del self._counts[key]
+            now_ms = self.now_ms()
+            for each in PERIODS:
+                start_ms = each.start(now_ms)
+                self._counted.update({(each, start_ms, *key): n for key, n in outcomes.items()})
+            for key in [
+                key for key in self._counted if key[1] <= key[0].start(now_ms, key[0].kept)
+            ]:
+                del self._counted[key]
 
-    def counts(self, *, hours: int) -> Sequence[Counted]:
+    def _counts(self, period: Period, starts: Sequence[int]) -> Sequence[Counted]:
         with self._lock:
-            first = self.now_ms() // HOUR_MS - min(hours, COUNTED_HOURS) + 1
             return [
-                Counted(hour=hour, task=task, outcome=outcome, count=count)
-                for (hour, task, outcome), count in sorted(self._counts.items())
-                if hour >= first
+                Counted(start_ms=start_ms, task=task, outcome=outcome, count=count)
+                for (length, start_ms, task, outcome), count in sorted(self._counted.items())
+                if length == period and start_ms in starts
             ]
 
     def note_sweep(self) -> None:

@@ -31,7 +31,7 @@ def charts(found: list[Counted], **period: int) -> Any:
 
 
 def counted(hour: int, outcome: str, count: int, task: str = "t") -> Counted:
-    return Counted(hour=hour, task=task, outcome=outcome, count=count)
+    return Counted(start_ms=hour * 3_600_000, task=task, outcome=outcome, count=count)
 
 
 def test_counters_become_bars_whose_heights_add_up(project: None) -> None:

@@ -252,20 +252,43 @@ class ListingContract(ContractBase):
             store.list(Selection(), cursor="'; drop")
 
     def test_counters_add_up(self, store: Store) -> None:
-        """Each process adds what it has counted, to the hour by the store's clock: machines may have other clocks."""
-        counting = self.counting(store)
-        assert list(counting.counts(hours=24)) == []
+        """Each process adds what it has counted, to the minute and the hour by the store's clock: machines may have
+        other clocks.
+        """
+        counting, error = self.counting(store), f"failed:{'E' * 80}"
+        assert list(counting.counts(hours=24)) == list(counting.counts(minutes=60)) == []
         counting.count({("payments.charge", "settled"): 2, ("payments.charge", "replayed"): 1})
-        counting.count({("payments.charge", "settled"): 3, ("a task, with blanks", "claimed"): 1})
-        sums: Counter[tuple[str, str]] = Counter()
-        for counted in counting.counts(hours=2):  # the hour may have ended meanwhile
-            sums[counted.task, counted.outcome] += counted.count
-            assert store.stats().now_ms // 3_600_000 - counted.hour in (0, 1)
-        assert sums == {
-            ("a task, with blanks", "claimed"): 1,
-            ("payments.charge", "settled"): 5,
-            ("payments.charge", "replayed"): 1,
-        }
+        counting.count({("payments.charge", "settled"): 3, ("a task, with blanks", error): 1})
+        for asked, ms in (({"hours": 2}, 3_600_000), ({"minutes": 2}, 60_000)):
+            sums: Counter[tuple[str, str]] = Counter()
+            for counted in counting.counts(**asked):  # a period may have ended meanwhile
+                sums[counted.task, counted.outcome] += counted.count
+                assert counted.start_ms % ms == 0
+                assert 0 <= store.stats().now_ms - counted.start_ms < 2 * ms
+            assert sums == {
+                ("a task, with blanks", error): 1,
+                ("payments.charge", "settled"): 5,
+                ("payments.charge", "replayed"): 1,
+            }
+
+    def test_counters_of_minutes_end_before_those_of_hours(
+        self, store: Store, advance: Advance
+    ) -> None:
+        counting = self.counting(store)
+        counting.count({("old", "claimed"): 1})
+        advance(61 * 60_000)
+        counting.count({("new", "claimed"): 1})
+        for asked, found in (
+            ({"minutes": 60}, ["new"]),
+            ({"minutes": 120}, ["old", "new"]),
+            ({"hours": 24}, ["old", "new"]),
+            ({"hours": 1}, ["new"]),
+        ):
+            assert [each.task for each in counting.counts(**asked)] == found, asked
+        advance(120 * 60_000)
+        counting.count({("last", "claimed"): 1})
+        assert [each.task for each in counting.counts(minutes=9999)] == ["last"]
+        assert len(counting.counts(hours=9999)) == 3
 
     def test_the_end_of_the_last_sweep_is_known(self, store: Store, advance: Advance) -> None:
         counting = self.counting(store)

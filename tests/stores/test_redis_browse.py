@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from celery_idempotent.records import Identity, Selection, State, Stored
-from celery_idempotent.stores.base import COUNTED_HOURS
+from celery_idempotent.stores.base import HOUR, MINUTE
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import LinkProxy
 from tests.stores.verbs import claim, in_one_bucket, settle
@@ -150,13 +150,12 @@ def test_a_cursor_is_of_its_own_kind_of_list(redis_store):
             redis_store.list(selection, cursor=cursor)
 
 
-def test_the_counters_of_an_hour_are_kept_for_as_long_as_they_are_asked_for(
-    redis_store, redis_client
-):
+def test_counters_are_kept_for_as_long_as_they_are_asked_for(redis_store, redis_client):
     redis_store.count({("charge", "settled"): 1})
-    (counted,) = redis_store.counts(hours=2)
-    left_s = redis_client.ttl(redis_store._keys.counts(counted.hour))
-    assert (COUNTED_HOURS - 1) * 3600 < left_s <= COUNTED_HOURS * 3600
+    for period, asked in ((HOUR, {"hours": 2}), (MINUTE, {"minutes": 2})):
+        (counted,) = redis_store.counts(**asked)
+        left_s = redis_client.ttl(redis_store._keys.counts(period.ms, counted.start_ms))
+        assert (period.kept - 1) * period.ms < left_s * 1000 <= period.kept * period.ms
 
 
 def test_those_of_one_task_among_many_are_found_in_few_round_trips(redis_store):

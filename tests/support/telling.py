@@ -96,6 +96,10 @@ def assert_told(heard: Heard, *expected: str, task: str, namespace: str, who: st
     names = [each.split()[0] for each in expected]
     counted = [(SWEEP if name == "swept" else task, name) for name in names]
     counted += [(task, "failed") for each in expected if each == "settled FAILED"]
+    ended = {"settled": "failed", "released": "released"}
+    for name, _, event in heard.events:
+        if event.error is not None and name in ended:
+            counted.append((task, f"{ended[name]}:{type(event.error).__name__}"))
     assert heard.counted == Counter(counted)
     assert len(heard.lines) == len(expected)
     for (name, _, event), line in zip(heard.events, heard.lines, strict=True):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from celery_idempotent.celery.story import SERIES
 from celery_idempotent.records import Counted, moment
-from celery_idempotent.stores.base import HOUR_MS
+from celery_idempotent.stores.base import HOUR
 
 _SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in outcomes}
 
@@ -42,9 +42,9 @@ def charts(counted: Iterable[Counted], *, last_hour: int) -> list[Chart]:
     tasks: dict[str, list[Counter[str]]] = {}
     for each in counted:
         series = _SERIES_OF.get(each.outcome)
-        if series is not None and first <= each.hour <= last_hour:
+        if series is not None and first <= each.start_ms // HOUR.ms <= last_hour:
             hours = tasks.setdefault(each.task, [Counter() for _ in range(HOURS)])
-            hours[each.hour - first][series] += each.count
+            hours[each.start_ms // HOUR.ms - first][series] += each.count
     found = [_chart(task, hours, first) for task, hours in tasks.items()]
     return sorted(found, key=lambda chart: (-sum(chart.totals.values()), chart.task))
 
@@ -59,7 +59,7 @@ def _chart(task: str, hours: Sequence[Counter[str]], first: int) -> Chart:
     highest = max(sum(hour.values()) for hour in drawn)
     bars = []
     for n, hour in enumerate(hours):
-        at, y = moment((first + n) * HOUR_MS), 100.0
+        at, y = moment((first + n) * HOUR.ms), 100.0
         for series in SERIES:
             if count := drawn[n].get(series):
                 height = round(100 * count / highest, 2)

@@ -34,7 +34,7 @@ from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, State, moment
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import HOUR_MS
+from celery_idempotent.stores.base import HOUR
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -289,7 +289,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "states": [(name, f"{getattr(stats, name):,}") for name in names],
             "sweeps": story.sweeps_of(app, store, stats)[1],
             "counts": store.supports_counting,
-            "charts": charts(counted, last_hour=stats.now_ms // HOUR_MS),
+            "charts": charts(counted, last_hour=stats.now_ms // HOUR.ms),
         }
         return self._render(request, "charts", context)
 

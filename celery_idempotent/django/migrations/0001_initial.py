@@ -82,16 +82,18 @@ class Migration(migrations.Migration):
             name="Counter",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                ("hour", models.IntegerField()),
+                ("length_ms", models.IntegerField()),
+                ("start_ms", models.BigIntegerField()),
                 ("task", models.CharField(max_length=255)),
-                ("outcome", models.CharField(max_length=32)),
+                ("outcome", models.CharField(max_length=100)),
                 ("count", models.BigIntegerField()),
             ],
             options={
                 "default_permissions": (),
                 "constraints": [
                     models.UniqueConstraint(
-                        fields=("hour", "task", "outcome"), name="celery_idempotent_counter_once"
+                        fields=("length_ms", "start_ms", "task", "outcome"),
+                        name="celery_idempotent_counter_once",
                     ),
                 ],
             },

@@ -51,7 +51,7 @@ class Dialect:
     )
     #: Follows an INSERT of a counter: adds to the one that exists.
     or_add: str = (
-        " ON CONFLICT (hour, task, outcome)"
+        " ON CONFLICT (length_ms, start_ms, task, outcome)"
         " DO UPDATE SET count = celery_idempotent_counter.count + excluded.count"
     )
     #: Options of a connection that bound the waits for a silent server, which may last for ever.

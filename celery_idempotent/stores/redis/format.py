@@ -8,7 +8,7 @@
     idem:{7}!failures, idem:{7}!interrupted     sorted sets: such records by their last change; a prune
                                                 removes those that have expired
     idem:{0}!layout                             number of this layout: of these names, and of how records spread
-    idem:{0}!counts:484722                      hash: counts of outcome and task, in that hour since the epoch
+    idem:{0}!counts:3600000:1795874400000       hash: counts of outcome and task, in so many ms from then on
     idem:{0}!swept                              end of the last sweep, ms since the epoch
     idem:{0}!used                               first use, ms since the epoch, negative; positive: since a loss
 
@@ -82,8 +82,8 @@ class Keyspace:
         """Name the index of this kind of each bucket."""
         return [head + kind for head in self._heads]
 
-    def counts(self, hour: int) -> bytes:
-        return b"%b!counts:%d" % (self._heads[0], hour)
+    def counts(self, length_ms: int, start_ms: int) -> bytes:
+        return b"%b!counts:%d:%d" % (self._heads[0], length_ms, start_ms)
 
 
 @functools.lru_cache(maxsize=256)

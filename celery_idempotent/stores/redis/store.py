@@ -321,21 +321,23 @@ class RedisStore(base.Store):
         return int(mark or 0)
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        name = self._keys.counts(self.now_ms() // base.HOUR_MS)
-        adds = [
-            (b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
-            for (task, outcome), number in outcomes.items()
-        ]
-        noted = b"SET", self._keys.layout, layout.LAYOUT, b"NX"
-        self._exchange(*adds, (b"EXPIRE", name, b"%d" % (base.COUNTED_HOURS * 3600)), noted)
+        now_ms = self.now_ms()
+        adds: list[Command] = [(b"SET", self._keys.layout, layout.LAYOUT, b"NX")]
+        for period in base.PERIODS:
+            name = self._keys.counts(period.ms, period.start(now_ms))
+            adds += [
+                (b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
+                for (task, outcome), number in outcomes.items()
+            ]
+            adds.append((b"EXPIRE", name, b"%d" % (period.ms // 1000 * period.kept)))
+        self._exchange(*adds)
 
-    def counts(self, *, hours: int) -> Sequence[records.Counted]:
-        last = self.now_ms() // base.HOUR_MS
-        wanted = range(last - min(hours, base.COUNTED_HOURS) + 1, last + 1)
-        answers = self._exchange(*((b"HGETALL", self._keys.counts(hour)) for hour in wanted))
+    def _counts(self, period: base.Period, starts: Sequence[int]) -> Sequence[records.Counted]:
+        names = [self._keys.counts(period.ms, start_ms) for start_ms in starts]
+        answers = self._exchange(*((b"HGETALL", name) for name in names))
         return [
-            records.Counted(hour=hour, task=task, outcome=outcome, count=int(number))
-            for hour, answer in zip(wanted, answers, strict=True)
+            records.Counted(start_ms=start_ms, task=task, outcome=outcome, count=int(number))
+            for start_ms, answer in zip(starts, answers, strict=True)
             for name, number in pairs(answer)
             for outcome, _, task in [name.decode().partition(" ")]
         ]
