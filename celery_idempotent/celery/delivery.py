@@ -98,7 +98,7 @@ class Delivery(republish.DeliveredRun):
         identified = self._identify()
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
         self.has_callbacks = any(callbacks.callbacks_of(request))
-        if self.identity.key.startswith("@"):  # it is only the task id
+        if self.identity.by_task_id:
             self.is_broadcast = republish.is_broadcast(request)
         if self.policy.atomic:
             self.in_transaction = atomic.run_body

@@ -52,24 +52,17 @@ class ReservedCall(Call):
 
     # -- the caller's part ---------------------------------------------------------------------------------------------
 
-    def deadline_ms(self) -> int:
-        """Return after how long the message is taken for lost."""
-        raise NotImplementedError
-
-    def queue(self, record: Record) -> None:
-        """Send the message of a reservation, or see to it that it is sent."""
-        raise NotImplementedError
-
-    def message(self, task_id: str) -> bytes | None:
-        """Return the message that a sweep sends if no worker claims the key in time; ``None``: none."""
-        raise NotImplementedError
+    #: Returns after how long the message is taken for lost.
+    deadline_ms: Callable[[], int]
+    #: Sends the message of a reservation, or sees to it that it is sent.
+    queue: Callable[[Record], None]
+    #: Returns the message, for a task id, that a sweep sends if no worker claims the key in time; ``None``: none.
+    message: Callable[[str], bytes | None]
+    #: Does an earlier call answer? Reports it; ``False``: reserve again, after a pause or a write.
+    is_answered: Callable[[Held | Settled], bool]
 
     def ask(self, verb: Callable[[], T]) -> T:
         """Return the answer of the store, or raise the outcome of a call without one."""
-        raise NotImplementedError
-
-    def is_answered(self, earlier: Held | Settled) -> bool:
-        """Does an earlier call answer? Report it; ``False``: reserve again, after a pause or a write."""
         raise NotImplementedError
 
     # -- the decision --------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Exchange(Run):
     def __init__(self, guard: Guard) -> None:
         self.guard, self.options = guard, guard.options
         self.name, self.sender, self.codec = guard.name, guard.sender, guard.codec
-        self.policy, self.open_store = guard.policy, guard.open_store  # type: ignore[method-assign]
+        self.policy, self.open_store = guard.policy, guard.open_store
 
     # -- from the key to the answer ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from json.encoder import encode_basestring_ascii
 from typing import Any
@@ -39,16 +39,10 @@ _SCALARS: dict[type, Callable[[Any], str]] = {
 
 _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
-#: Writes most forms, in parts. It sorts keys as they are: 9 before 10, which are texts after the broker.
-_encoded: Callable[[object, int], Iterable[str]]
-try:  # a JSONEncoder makes one of these for each value, which takes twice as long
-    _encoded = vars(json.encoder)["c_make_encoder"](
-        None, _kombu_reduce, quote, None, ":", ",", True, False, True
-    )
-except (KeyError, TypeError):  # undocumented, and not in every Python
-    _encoded = json.JSONEncoder(
-        check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
-    ).iterencode  # type: ignore[assignment]
+#: Writes most forms. It sorts keys as they are: 9 before 10, which are texts after the broker.
+_encode = json.JSONEncoder(
+    check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
+).encode
 #: A first key that may not have been a text: then no key of its dict was, or it could not be sorted.
 _CONVERTED_KEY = re.compile(r'\{"(?=[-0-9INtf])(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 
@@ -75,7 +69,7 @@ def form(value: object) -> str:
     try:
         if type(value) in _SCALARS:
             return _SCALARS[type(value)](value)
-        text = "".join(_encoded(value, 0))
+        text = _encode(value)
         if not _CONVERTED_KEY.search(text):
             return text
     except (TypeError, ValueError, RecursionError):
@@ -87,10 +81,10 @@ def form(value: object) -> str:
 
 
 def _write(value: object) -> str:
-    """Return the form as :data:`_encoded` does, of every value that has one."""
+    """Return the form as :data:`_encode` does, of every value that has one."""
     if value is None or isinstance(value, (str, int, float)):
         try:
-            return "".join(_encoded(value, 0))
+            return _encode(value)
         except ValueError:  # CPython refuses to write ints of more than 4,300 decimal digits
             return hex(value)  # type: ignore[arg-type]
     if isinstance(value, Written):

@@ -126,8 +126,15 @@ class Run(Claim, Call):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def open_store(self) -> Store:
-        """Return the store, or raise one of its errors."""
+    #: Returns the store, or raises one of its errors.
+    open_store: Callable[[], Store]
+    #: Returns the value of a record, settled so many milliseconds ago, or raises its exception.
+    replay: Callable[[Record, int], object]
+    #: Raises the outcome of a call whose key another run holds, whose lease ends in so many milliseconds.
+    conflict: Callable[[Record, int], NoReturn]
+
+    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
+        """Raise the outcome of a call that did not run; ``begun``: it was rolled back, or that is in doubt."""
         raise NotImplementedError
 
     def write_end(self, end: SettleRequest) -> bool:
@@ -148,18 +155,6 @@ class Run(Claim, Call):
     def longest_wait_ms(self) -> int | None:
         """Return how long a duplicate may hold its worker; ``None``: no limit but that of its policy."""
         return None
-
-    def replay(self, record: Record, age_ms: int) -> object:
-        """Return the value of a record, or raise its exception."""
-        raise NotImplementedError
-
-    def conflict(self, record: Record, left_ms: int) -> NoReturn:
-        """Raise the outcome of a call whose key another run holds."""
-        raise NotImplementedError
-
-    def store_failed(self, error: Exception, *, begun: bool = False) -> NoReturn:
-        """Raise the outcome of a call that did not run; ``begun``: it was rolled back, or that is in doubt."""
-        raise NotImplementedError
 
 
 def run_in_progress() -> Run | None:
@@ -189,7 +184,7 @@ def execute(run: Run, body: Body) -> object:
                     if record.crashes and _refuse_poison(run, record):
                         continue
                     if run.waits_at is not None:
-                        _start(run, record)
+                        _start(run, record, run.waits_at)
                     value = _run_body(run, record, body)
                     if run.phase is not AGAIN:
                         return value
@@ -260,18 +255,17 @@ def _run_body(run: Run, record: Record, body: Body) -> object:
         current_run.reset(outer)
 
 
-def _start(run: Run, record: Record) -> None:
+def _start(run: Run, record: Record, place: Identity) -> None:
     """Give up the place where this call waited: from now on the next call may wait there.
 
     Without an answer the body must not run: calls that come meanwhile would be taken for covered by it.
     """
-    assert run.waits_at is not None
     run.record, run.steps = record, dict(record.steps)
     until = time.monotonic() + CLAIM_SECONDS
-    start = partial(run.store.start, run.waits_at, task_id=run.task_id)
+    start = partial(run.store.start, place, task_id=run.task_id)
     try:
         replaces = run.policy.on_duplicate == "replace"
-        waited = _start_newest(run, until, start) if replaces else _ask(run, until, start)
+        waited = _start_newest(run, until, place, start) if replaces else _ask(run, until, start)
     except errors.STORE_ERRORS as error:
         report(run, signals.store_failed, record, error=error)
         give_back(run)
@@ -281,7 +275,9 @@ def _start(run: Run, record: Record) -> None:
         record.copies = tuple(dict.fromkeys((*record.copies, *waited.copies)))
 
 
-def _start_newest(run: Run, until: float, start: Callable[..., Record | None]) -> Record | None:
+def _start_newest(
+    run: Run, until: float, place: Identity, start: Callable[..., Record | None]
+) -> Record | None:
     """Start with the message of the newest call, which a step keeps over a crash.
 
     ::
@@ -289,18 +285,17 @@ def _start_newest(run: Run, until: float, start: Callable[..., Record | None]) -
         run    look: token 5 ─ step ─ start, token 5: changed ─ look: token 6 ─ step ─ start, token 6: done
         call                  replace: token 6                                        replace: none ─ reserve anew
     """
-    assert run.waits_at is not None
     waited: Record | None = None
     while waited is None:
-        place = _ask(run, until, run.store.get, run.waits_at)
-        if place is None or place.task_id != run.task_id:
+        found = _ask(run, until, run.store.get, place)
+        if found is None or found.task_id != run.task_id:
             break
-        name = f"~{run.task_id} {place.token}"
-        if place.message is not None and name not in run.steps:
-            run.steps[name] = step = Stored("application/octet-stream", "binary", place.message)
+        name = f"~{run.task_id} {found.token}"
+        if found.message is not None and name not in run.steps:
+            run.steps[name] = step = Stored("application/octet-stream", "binary", found.message)
             keep = partial(run.store.checkpoint, run.identity, token=run.token)
             _ask(run, until, keep, name=name, value=step)
-        waited = _ask(run, until, start, token=place.token)
+        waited = _ask(run, until, start, token=found.token)
     newest = [name for name in run.steps if name.startswith(f"~{run.task_id} ")]
     if newest:
         run.newest = run.steps[max(newest, key=lambda name: int(name.rpartition(" ")[2]))].body
@@ -559,13 +554,11 @@ def _end_failed(run: Run, error: BaseException) -> None:
     elif not isinstance(error, Exception) and run.is_over_time():
         # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
         run.phase = ENDED
-    elif (
-        not give_back(run, error=error)
-        and isinstance(error, Exception)
-        and not find_newer_claim(run)
-        and isinstance(error, errors.LeaseLost)
-    ):
-        run.phase = AGAIN  # it was forgotten or released: the key is free
+    else:
+        was_ours = give_back(run, error=error)
+        is_taken = not was_ours and isinstance(error, Exception) and find_newer_claim(run)
+        if not (was_ours or is_taken) and isinstance(error, errors.LeaseLost):
+            run.phase = AGAIN  # it was forgotten or released: the key is free
 
 
 def _is_final(run: Run, error: BaseException) -> bool:

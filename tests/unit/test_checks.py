@@ -254,8 +254,8 @@ def test_the_broker_that_messages_are_read_from_counts() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"idempotency_serializer": "yaml"}, "'yaml' writes what this app does not accept"),
-        ({"idempotency_serializer": "toml"}, "'toml' is not installed"),
+        ({"idempotency_serializer": "yaml"}, "'yaml', which this app does not accept"),
+        ({"idempotency_serializer": "toml"}, "'toml', which is not installed"),
         ({"idempotency_leese": 3}, "did you mean idempotency_lease?"),
         ({"idempotency_sweep_interval": 0}, "at least 0.1 seconds"),
     ],

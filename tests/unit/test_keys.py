@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import importlib.util
 import inspect
 import json
 import math
@@ -519,14 +518,6 @@ def test_values_that_differ_have_different_forms():
         if forms[i] == forms[j]
     ]
     assert clashes == []
-
-
-def test_a_python_without_the_encoder_in_c_writes_the_same_forms(monkeypatch):
-    monkeypatch.setattr(json.encoder, "c_make_encoder", None)
-    spec: Any = importlib.util.find_spec(fingerprints.__name__)
-    pure = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pure)
-    assert [*map(pure.form, _DISTINCT)] == [*map(fingerprints.form, _DISTINCT)]
 
 
 def test_what_the_broker_makes_equal_is_equal():
