@@ -229,7 +229,8 @@ class Delivery(republish.DeliveredRun):
             with suppress(AttributeError):  # a frozen dataclass
                 error.idempotency_replayed = not own and request.id  # type: ignore[attr-defined]
             raise error
-        if self.definition.fuses:
+        # Celery's tracer compares what is there already: its own success, or STARTED.
+        if self.definition.fuses and not (own or self.task.track_started):
             with suppress(Exception):  # else Celery's tracer stores it, in two trips
                 result = fused.write_of(self.task, request, self.store, record.value)
                 if result is not None and self.store.write_result(result):

@@ -4,7 +4,7 @@
 
     apart      run ─ settle ─ GET (a SUCCESS already?) ─ MULTI, SETEX, PUBLISH, EXEC ─ hooks, signals ─ ack
     together   run ─ settle, GET, SETEX, PUBLISH in one script ────────────────────── hooks, signals ─ ack
-    duplicate  replay ─ GET, SETEX, PUBLISH in one script ─────────────────────────── hooks, signals ─ ack
+    duplicate  replay ─ SETEX, PUBLISH in one transaction ─────────────────────────── hooks, signals ─ ack
 
 Only values, as JSON, and only in Celery's own ``RedisBackend``: Celery stores everything else. The bytes are those that
 Celery writes, but ``date_done`` is always in UTC.

@@ -332,7 +332,7 @@ class Store(ABC):
         raise NotImplementedError
 
     def write_result(self, result: records.ResultWrite) -> bool:
-        """Write the result of a duplicate likewise; ``False``: its backend has to."""
+        """Write the first result of a duplicate; ``False``: its backend has to."""
         raise NotImplementedError
 
     def now_ms(self) -> int:

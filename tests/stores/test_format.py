@@ -16,7 +16,7 @@ from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores.fields import LETTERS
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis.format import HEAD, pack
-from celery_idempotent.stores.table import StoredRecord
+from celery_idempotent.stores.table import LEASED, StoredRecord
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")
@@ -32,7 +32,7 @@ common = {
     "identity": st.just(identity),
     "token": st.integers(0, 2**53),
     "created_ms": milliseconds,
-    "updated_ms": milliseconds,
+    "updated_ms": st.integers(1, 2**48 - 1),
     "crashes": st.integers(0, 65_535),
     "attempts": st.integers(0, 65_535),
     "fingerprint": st.none() | st.binary(min_size=16, max_size=16),
@@ -49,9 +49,11 @@ settled = st.builds(
     **common,
 )
 live = st.builds(
-    Record,
+    lambda deadline_ms, **others: Record(
+        deadline_ms=deadline_ms if others["state"] in LEASED else None, **others
+    ),
     state=st.sampled_from([State.QUEUED, State.PROCESSING, State.INTERRUPTED]),
-    deadline_ms=st.none() | st.integers(1, 2**48),
+    deadline_ms=st.integers(1, 2**48),
     worker=texts,
     reserved=st.booleans(),
     uncommitted=st.booleans(),
@@ -91,7 +93,7 @@ def test_a_summary_is_all_but_value_message_and_steps(each: StoredRecord, size: 
 def test_a_summary_of_many_steps_has_what_comes_before_them():
     steps = tuple((f"step {n}", COMPLETED.value) for n in range(100))
     record = dataclasses.replace(
-        COMPLETED, state=State.PROCESSING, value=None, steps=steps, worker="w", note='"steps":'
+        COMPLETED, state=State.INTERRUPTED, value=None, steps=steps, worker="w", note='"steps":'
     )
     found = unpack(identity, packed(record)[:2048], summary=True).record
     assert found == dataclasses.replace(record, steps=())

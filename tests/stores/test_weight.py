@@ -66,7 +66,7 @@ COMMANDS: dict[str, tuple[Callable[..., Any], Callable[..., object], str]] = {
     "a duplicate of a completed key": (completed, ask, "evalsha time set get"),
     "a duplicate of a held key": (held, ask, "evalsha time set get"),
     "a result for a duplicate": (
-        free, lambda store, _: store.write_result(RESULT), "evalsha set publish",
+        free, lambda store, _: store.write_result(RESULT), "multi set publish exec",
     ),
     "a release": (claim, release, "evalsha getrange del zrem"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ A record is a head of 83 bytes that scripts read, a line of JSON, then the value
 
     1      letter of the state ·  2 version of this format ·  3 token
     11     created, ms ·  19 crashes ·  21 attempts, both up to 65,535
-    23     updated, ms ·  31 deadline, ms, 0 for none
+    23     updated, ms, 0 as created ·  31 from then until the deadline, ms
     39     flags: 1 a release has to ask the table, 2 there is a value, 4 a fingerprint
     40     id of the write, random: two writes never have the same head
     44     id of the attempt ·  52 fingerprint ·  68 task id, if it is a UUID; zeros for none of these
@@ -39,7 +39,7 @@ from typing import Any
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, Stored
 from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, Unreadable, without_long
-from celery_idempotent.stores.table import StoredRecord
+from celery_idempotent.stores.table import LEASED, StoredRecord
 
 LAYOUT = b"2"
 BUCKETS = 256  # fixed for this layout: it decides the names of records
@@ -95,10 +95,11 @@ def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
-#: The head of a record. Scripts know its front, and append the tail.
-FRONT, _TAIL, HEAD = map(Struct, (">2sQQHHQQ", ">B4s8s16s16s", ">2sQQHHQQB4s8s16s16s"))
+#: The head of a record: what a claim writes first, and the rest, which it is given.
+START, _TAIL, HEAD = map(Struct, (">2sQQ", ">HHQqB4s8s16s16s", ">2sQQHHQqB4s8s16s16s"))
+MOST = 65_535  # crashes and attempts
 _ASKS, _HAS_VALUE, _HAS_FINGERPRINT = 1, 2, 4
-_VERSION = b"\xa2"
+_VERSION = b"\xa3"
 #: The first bytes of each state's records.
 STARTS: Mapping[object, bytes] = {s: letter.encode() + _VERSION for s, letter in LETTERS.items()}
 _STATES = {STARTS[state]: state for state in State}
@@ -125,6 +126,7 @@ def _uuid_of(packed: bytes) -> str:
 
 def pack_tail(
     fields: Mapping[str, Any],
+    numbers: tuple[int, int, int, int],
     task_id: str,
     fingerprint: bytes | None,
     value: Stored | None = None,
@@ -134,7 +136,7 @@ def pack_tail(
     attempt: bytes = NO_ATTEMPT,
     write: bytes = _NO_WRITE,
 ) -> bytes:
-    """Return a record from its flags on; ``fields`` are those of its line."""
+    """Return a record from its crashes on; ``numbers`` are those up to its flags, ``fields`` those of its line."""
     task, is_long = _bytes_of_uuid(task_id), message is not None or bool(steps)
     others = {"task_id": task_id} if task_id and not task else {}
     kind = None if value is None else (value.content_type, value.content_encoding)
@@ -146,19 +148,21 @@ def pack_tail(
         flags |= _HAS_VALUE
     if fingerprint is not None:
         flags |= _HAS_FINGERPRINT
-    tail = _TAIL.pack(flags, write, attempt, fingerprint or _NO_ID, task or _NO_ID)
+    crashes, attempts, updated_ms, delay_ms = numbers
+    known, task = fingerprint or _NO_ID, task or _NO_ID
+    tail = _TAIL.pack(crashes, attempts, updated_ms, delay_ms, flags, write, attempt, known, task)
     return b"%b%b\n%b" % (tail, line, b"" if value is None else value.body)
 
 
 def pack(stored: StoredRecord, write: bytes) -> bytes:
     """Return the whole record."""
     record, attempt = stored.record, stored.attempt or NO_ATTEMPT
-    counts = min(record.crashes, 65_535), min(record.attempts, 65_535)
-    times = record.updated_ms, record.deadline_ms or 0
-    start = STARTS[record.state], record.token, record.created_ms
+    updated_ms = record.updated_ms
+    delay_ms = 0 if record.deadline_ms is None else record.deadline_ms - updated_ms
+    numbers = min(record.crashes, MOST), min(record.attempts, MOST), updated_ms, delay_ms
     known = record.task_id, record.fingerprint, record.value, record.message, record.steps
-    tail = pack_tail(_CODEC.fields_of(stored), *known, attempt=attempt, write=write)
-    return FRONT.pack(*start, *counts, *times) + tail
+    tail = pack_tail(_CODEC.fields_of(stored), numbers, *known, attempt=attempt, write=write)
+    return START.pack(STARTS[record.state], record.token, record.created_ms) + tail
 
 
 def unpack(
@@ -166,7 +170,7 @@ def unpack(
 ) -> StoredRecord:
     """Return the record; ``summary``: its beginning, without value, message and steps."""
     try:
-        (start, token, created_ms, crashes, attempts, updated_ms, deadline_ms,
+        (start, token, created_ms, crashes, attempts, updated_ms, delay_ms,
          flags, _, attempt, fingerprint, task) = HEAD.unpack_from(packed)  # fmt: skip
         line, newline, value = packed[HEAD.size :].partition(b"\n")
         if summary:
@@ -177,10 +181,11 @@ def unpack(
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
             others["task_id"] = _uuid_of(task)
-        times, counts = (created_ms, updated_ms, deadline_ms or None), (crashes, attempts)
+        state, updated_ms = _STATES[start], updated_ms or created_ms  # KeyError for another version
+        deadline_ms = updated_ms + delay_ms if state in LEASED else None
+        times, counts = (created_ms, updated_ms, deadline_ms), (crashes, attempts)
         known = fingerprint if flags & _HAS_FINGERPRINT else None
-        # KeyError for another version
-        record = Record(identity, _STATES[start], token, *times, *counts, known, **others)
+        record = Record(identity, state, token, *times, *counts, known, **others)
     except (struct.error, ValueError, KeyError, TypeError) as error:
         place = f"Redis key {keys.of_record(identity)[0].decode()}"
         raise Unreadable.at(identity, place) from error

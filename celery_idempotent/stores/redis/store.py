@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The token and the time of a new record, or the time of a change and no deadline.
+#: The token and the time of a new record.
 _STAMP = Struct(">QQ")
 #: Python 3.11 needs 0.2 µs to look up a member of an Enum.
 _PROCESSING, _FAILED = State.PROCESSING, State.FAILED
@@ -102,13 +102,13 @@ class RedisStore(base.Store):
         if verb == "claim":
             # Written out, as in a settle: to read the names from the table takes a tenth more instructions.
             line = {"worker": request.worker, "on_stale": request.on_stale}
-            about = line, request.task_id, request.fingerprint, None, request.message
-            tail = layout.pack_tail(*about, attempt=request.attempt)
             state, delay_ms = _PROCESSING, request.lease_ms
+            about = request.task_id, request.fingerprint, None, request.message
+            tail = layout.pack_tail(line, (0, 1, 0, delay_ms), *about, attempt=request.attempt)
         else:
             args, delay_ms = table.arguments(request), request.deadline_ms
             rule = table.decide(verb, None, args, 0)
-            tail = layout.pack(table.after(rule, None, args, 0, 0), bytes(4))[layout.FRONT.size :]
+            tail = layout.pack(table.after(rule, None, args, 0, 0), bytes(4))[layout.START.size :]
         times = b"%d" % delay_ms, b"%d" % (delay_ms + request.keep_ms)
         keys = self._keys.of_record(identity)[:2]
         (found,) = exchange(self._link, (_CLAIM.call(keys, *times, layout.STARTS[state], tail),))
@@ -130,25 +130,28 @@ class RedisStore(base.Store):
     ) -> records.SettledWith | None:
         """Settle a claim by one script, with the task's result if there is one; ``None``: look at what is there."""
         record = request.record
-        if record.state is not _PROCESSING or not request.restore or request.note:
+        is_large = max(record.crashes, record.attempts) > layout.MOST
+        if record.state is not _PROCESSING or not request.restore or request.note or is_large:
             return None
         line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
         line["copies"] = record.copies
-        about = line, record.task_id, record.fingerprint, request.value, request.message
-        tail = layout.pack_tail(*about)
         keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
         # A claim of the last second has the time as well as TIME, which takes 7 % of a task on the server.
         now_ms, then_ns = self._clock
         passed_ms = (monotonic_ns() - then_ns) // 1_000_000
         is_known = passed_ms < 1_000 and request.state is not _FAILED
-        times = _STAMP.pack(now_ms + passed_ms if is_known else 0, 0)
-        args: tuple[bytes, ...] = b"%d" % max(request.keep_ms, 1), times + tail
+        numbers = record.crashes, record.attempts, now_ms + passed_ms if is_known else 0, 0
+        about = record.task_id, record.fingerprint, request.value, request.message
+        tail = layout.pack_tail(line, numbers, *about)
+        start = layout.START.pack(layout.STARTS[request.state], record.token, record.created_ms)
+        # A sweep may have counted a crash, and the lease been renewed since: then the table settles.
+        own = b"P" + start[1:] + tail[:2]
+        args: tuple[bytes, ...] = own, start + tail, b"%d" % max(request.keep_ms, 1)
         if result is not None:
             keys = *keys, result.key
             args = *args, result.payload, b"%d" % result.expires_s
-        own, start = layout.pack_own(record.token), layout.STARTS[request.state]
         try:
-            (done,) = exchange(self._link, (_END.call(keys, own, start, *args),))
+            (done,) = exchange(self._link, (_END.call(keys, *args),))
         except StoreMisconfigured as refused:
             if result is None:
                 raise
@@ -163,9 +166,7 @@ class RedisStore(base.Store):
         self, request: SettleRequest, result: records.ResultWrite
     ) -> records.SettledWith:
         done = self._end(request, result if self._takes_results else None)
-        if done is None and not self._settle(request):
-            return "lost"
-        return done or ("stored" if self.write_result(result) else "settled")
+        return done or ("settled" if self._settle(request) else "lost")
 
     def stores_results_of(self, pool: ConnectionPool) -> bool:
         # An overridden settle() does something that a settle with the result would leave out.
@@ -177,9 +178,11 @@ class RedisStore(base.Store):
     def write_result(self, result: records.ResultWrite) -> bool:
         if not self._takes_results:
             return False
-        no_record = b"", b"", b"", b""
-        write = _END.call((result.key,), *no_record, result.payload, b"%d" % result.expires_s)
-        return exchange(self._link, (write,)) == [b"stored"]
+        life = (b"EX", b"%d" % result.expires_s) if result.expires_s else ()
+        write = b"SET", result.key, result.payload, b"NX", *life
+        told = b"PUBLISH", result.key, result.payload
+        *_, done = exchange(self._link, ((b"MULTI",), write, told, (b"EXEC",)))
+        return bool(done[0] == b"OK")  # else its backend looks at what is there
 
     def release(
         self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
