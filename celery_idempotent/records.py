@@ -87,7 +87,8 @@ class Record:
     callbacks were sent; ``reserved``: before the publish, in a transaction that may still be rolled back if
     ``uncommitted``; ``swept``: a sweep ended the claim or settled the record, and its owner may go on with its token.
     ``message`` is published when the key is requeued. ``note`` is the last operation of a person, by whom, and why.
-    ``copies``: ids of this task and of earlier ones whose messages were sent more than once.
+    ``copies``: ids of this task and of earlier ones whose messages were sent more than once. ``error``: of FAILED, as
+    "class: message".
     """
 
     identity: Identity
@@ -112,6 +113,7 @@ class Record:
     steps: tuple[tuple[str, Stored], ...] = ()
     note: str = ""
     copies: tuple[str, ...] = ()
+    error: str = ""
 
     @property
     def owner(self) -> str:
@@ -209,6 +211,7 @@ class SettleRequest:
     swept: bool = False
     note: str = ""
     message: bytes | None = field(default=None, repr=False)  # has arguments
+    error: str = ""
 
 
 @dataclass(slots=True)
@@ -288,7 +291,8 @@ class SweepReport:
 class Selection:
     """Selects the records that match all values; an empty set allows any, times are those of the last change.
 
-    ``live``: QUEUED or PROCESSING, before the deadline; ``stale``: PROCESSING, after it.
+    ``live``: QUEUED or PROCESSING, before the deadline; ``stale``: PROCESSING, after it; ``error``: FAILED with
+    this class.
     """
 
     states: frozenset[State] = frozenset()
@@ -299,6 +303,7 @@ class Selection:
     stale: bool = False
     since_ms: int | None = None
     before_ms: int | None = None
+    error: str = ""
 
     @property
     def wanted(self) -> frozenset[State]:
@@ -307,6 +312,8 @@ class Selection:
             return frozenset({State.PROCESSING})
         if self.live:
             return frozenset({State.QUEUED, State.PROCESSING})
+        if self.error:
+            return frozenset({State.FAILED})
         return self.states or frozenset(State)
 
     @property
@@ -329,6 +336,7 @@ class Selection:
             and self.names(record.identity)
             and (not self.stale or record.stale(now_ms))
             and (not self.live or (record.deadline_ms or 0) > now_ms)
+            and self.error in ("", record.error.partition(":")[0])
             and (self.since_ms is None or record.updated_ms >= self.since_ms)
             and (self.before_ms is None or record.updated_ms < self.before_ms)
         )

@@ -21,6 +21,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
@@ -290,6 +291,14 @@ def facts(outcome: OutcomeSignal, event: Event) -> dict[str, str | int | bool]:
         if record.task_id != event.task_id:
             found["first_task_id"] = record.task_id
     return found
+
+
+def error_in_words(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, as "class: message"."""
+    text = ""
+    with suppress(Exception):  # of classes of any kind
+        text = str(error).strip().partition("\n")[0]
+    return printable(f"{type(error).__name__}: {text}")[:200].removesuffix(": ")
 
 
 def printable(text: str) -> str:

@@ -121,8 +121,9 @@ def end_record(
     definition = definition_of(app, record.identity.namespace, load=bool(note))
     policy = Policy() if definition is None else definition.policy
     state: EndState = State.COMPLETED
+    words = ""
     if isinstance(end, IdempotencyError):
-        state, kind = State.FAILED, type(end)
+        state, kind, words = State.FAILED, type(end), signals.error_in_words(end)
         about = {"exc_type": kind.__name__, "exc_module": kind.__module__, "exc_message": str(end)}
         try:
             end = definition.codec.dump_error(end) if definition else Serializer().dump(about)
@@ -138,6 +139,7 @@ def end_record(
         swept=not note,
         note=note,
         message=record.message if state is State.FAILED else None,
+        error=words,
     )
     store = get_store(app)
     settled, found = store.settle(request), store.get(record.identity)

@@ -434,7 +434,10 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
     keep_ms = run.policy.settled_keep_ms
     if run.record.copies:  # they may wait in a queue for long
         keep_ms = max(keep_ms, COPIES_MS)
-    return SettleRequest(run.record, state, value, keep_ms, run.replaced, message=message)
+    words = signals.error_in_words(outcome) if state is FAILED else ""
+    return SettleRequest(
+        run.record, state, value, keep_ms, run.replaced, message=message, error=words
+    )
 
 
 def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) -> None:

@@ -52,14 +52,14 @@ UNCHANGED = _without(tuple(f.name for f in fields(Record)), "identity", "state",
 WHOLE = _without(UNCHANGED, "updated_ms")
 _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
 #: The fields of a claim that stay once it is settled; the settle brings the others.
-OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered", "copies")
+OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered", "copies", "error")
 #: The fields that stay when a sweep ends a claim.
 RUN = _without(WHOLE, "swept")
 #: The fields that stay when an operator ends a claim: a new token refuses its run.
 OPERATED = _without(RUN, "token", "note")
 ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
 #: The fields that stay when an operator runs a failed call again; with its crashes it would be refused at once.
-AGAIN = _without(OPERATED, "value", "replaced", "delivered", "crashes")
+AGAIN = _without(OPERATED, "value", "replaced", "delivered", "crashes", "error")
 #: The fields that stay when a reservation is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 

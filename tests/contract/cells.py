@@ -119,6 +119,7 @@ UNUSUAL: Fields = {
     "replaced": True,
     "swept": True,
     "note": NOTE,
+    "error": "Declined: 漢",
 }
 EMPTY = {
     field.name: None if field.default is dataclasses.MISSING else field.default

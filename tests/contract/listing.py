@@ -64,6 +64,19 @@ class ListingContract(ContractBase):
         (listed,) = store.list(Selection(states=frozenset({State.FAILED}))).records
         assert listed == dataclasses.replace(self.found(store), value=None)
 
+    def test_failures_are_listed_by_the_class_of_their_error(
+        self, store: Store, advance: Advance
+    ) -> None:
+        errors = {"a": "Declined: no funds", "b": "Declined", "c": "Declined2: я\u2028" + "x" * 180}
+        for key, error in errors.items():
+            claimed = self.claim(store, dataclasses.replace(KEY, key=key))
+            assert self.settle(store, claimed, State.FAILED, error=error)
+        assert self.keys(store, Selection(error="Declined")) == ["a", "b"]
+        (listed,) = store.list(Selection(error="Declined2")).records
+        assert listed.error == self.found(store, listed.identity).error == errors["c"]
+        advance(self.lease_ms + self.keep_ms + 1)
+        assert self.claim(store, listed.identity).error == ""
+
     def test_each_state_lists_its_own(self, store: Store) -> None:
         for state in EVERY:
             self.make(store, state, state)

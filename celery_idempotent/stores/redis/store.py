@@ -134,7 +134,7 @@ class RedisStore(base.Store):
         if record.state is not _PROCESSING or not request.restore or request.note or is_large:
             return None
         line = {"note": record.note, "replaced": request.replaced, "swept": request.swept}
-        line["copies"] = record.copies
+        line["copies"], line["error"] = record.copies, request.error
         keys = self._keys.of_record(record.identity)[: 3 if request.state is _FAILED else 2]
         # A claim of the last second has the time as well as TIME, which takes 7 % of a task on the server.
         now_ms, then_ns = self._clock
@@ -419,8 +419,8 @@ class RedisSnapshot(Snapshot):
 # -- lists -------------------------------------------------------------------------------------------------------------
 
 #: The last byte read of each record, whose value, message and steps come last and may be megabytes: an operator's note
-#: has up to 600 characters, a task id 255, each of up to 4 bytes.
-_SUMMARY = b"3999"
+#: has up to 600 characters, a task id 255, an error 200, each of up to 4 bytes.
+_SUMMARY = b"4999"
 #: The most keys that one trip reads, or one step of a scan looks for.
 _STEP = 500
 #: How many names a search reads of each index at first, and then of one that has more.
