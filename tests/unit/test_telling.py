@@ -19,15 +19,8 @@ from celery.utils.dispatch import Signal
 from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim, signals
 from celery_idempotent.celery import operations, sweep
 from celery_idempotent.celery.worker import interrupt_claim
-from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.records import (
-    Identity,
-    Record,
-    Reserved,
-    ReserveRequest,
-    SettleRequest,
-    State,
-)
+from celery_idempotent.errors import FailedByOperator, StoreUnavailable
+from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, deliver
@@ -38,85 +31,118 @@ TASK, NAMESPACE = "shop.charge", "billing"
 KEY = Identity(namespace=NAMESPACE, key="o")
 
 
-def claim(store: MemoryStore, identity: Identity, **more: Any) -> Record:
-    """Hold a key for another process."""
-    return claim_key(store, identity, lease_ms=5000, **more)
-
-
 class Place(NamedTuple):
-    """Where an outcome may come from."""
+    """Where an outcome may come from; what happens there returns it."""
 
     app: Celery
     task: Any
     store: MemoryStore
     clock: FakeClock
-    heard: Heard
+    patch: pytest.MonkeyPatch
 
-    def claim(self, worker: str = "host:1", **more: Any) -> Record:
+    def claim(self, worker: str = "host:1", **more: Any) -> Place:
         """Hold the key for another process."""
-        return claim(self.store, KEY, worker=worker, **more)
+        claim_key(self.store, KEY, lease_ms=5000, worker=worker, **more)
+        return self
 
-    def reserve(self) -> Record:
-        """Reserve the key for another process."""
-        answer = self.store.reserve(
-            ReserveRequest(identity=KEY, task_id="other", deadline_ms=60_000, keep_ms=60_000)
+    def record(self) -> Record:
+        found = self.store.get(KEY)
+        assert found is not None
+        return found
+
+    def complete(self, record: Record | None = None) -> Place:
+        """Settle the key for another process."""
+        record = record or self.claim().record()
+        self.store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=90_000)
         )
-        assert isinstance(answer, Reserved)
-        return answer.record
+        return self
 
-    def run(self, then: Callable[[], object] = lambda: None) -> None:
+    def crash(self) -> Place:
+        self.store.interrupt(KEY, token=self.claim().record().token)
+        return self
+
+    def run(self, then: Callable[[], object] = lambda: None, **more: Any) -> Place:
         with suppress(Exception):
-            self.task.apply(("o", then), task_id="t").get()
+            self.task.apply(("o", then), more, task_id="t").get()
+        return self
 
-    def sweep(self) -> dict[str, Any]:
+    def lose(self) -> Place:
+        """Run, lose the key meanwhile, and fail."""
+
+        def then() -> None:
+            self.clock.advance(6000)
+            self.complete()
+            raise ValueError
+
+        return self.run(then)
+
+    def publish(self, **more: Any) -> Place:
+        with suppress(FingerprintMismatch):
+            self.task.apply_async(("o",), more)
+        return self
+
+    def sweep(self) -> Place:
         self.clock.advance(6000)
-        return sweep.sweep(self.app)
+        sweep.sweep(self.app)
+        return self
 
-    def operate(self, operation: operations.Operation, record: Record, **about: Any) -> None:
-        about = {"who": "ada", "reason": "it is\nstuck"} | about
-        outcome = operations.operate(
-            self.app,
-            KEY,
-            operations.OperationRequest(operation, force=True, **about),
-            token=record.token,
-            state=record.state,
-        )
-        assert outcome is operations.Outcome.DONE
+    def complete_while_swept(self) -> Place:
+        """The store takes the settle of its token, and keeps the first end: it did not fail."""
+        record, swept = self.claim(on_stale="fail").record(), self.store.sweep
+
+        def late(**how: Any) -> Any:
+            found = swept(**how)
+            self.complete(record)
+            return found
+
+        self.patch.setattr(self.store, "sweep", late)
+        return self.sweep()
+
+    def lose_child(self) -> Place:
+        """Have the main process of a worker find that a child is gone."""
+        with subprocess.Popen([sys.executable, "-c", ""]) as child:
+            child.wait()
+        looked = threading.Event()
+        interrupt_claim(self.claim(worker_name(child.pid)).task, KEY, "other", child.pid, looked)
+        assert looked.is_set()
+        return self
 
     def message(self) -> bytes:
         signature = self.task.signature(("o",), task_id="other")
         message: bytes = self.task.idempotency_definition().codec.dump_message(signature)
         return message
 
-    def fail(self, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    def fail(self, verb: str) -> Place:
         def fails(*_: object, **__: object) -> None:
             raise StoreUnavailable("away")
 
-        monkeypatch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0)
-        monkeypatch.setattr(MemoryStore, verb, fails)
+        self.patch.setattr("celery_idempotent.protocol.run.CLAIM_SECONDS", 0)
+        self.patch.setattr(MemoryStore, verb, fails)
+        return self
 
 
-def make_place(heard: Heard, **options: Any) -> Place:
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    app = Celery("showing", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store=store, task_eager_propagates=True)
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Place]:
+    def make(**options: Any) -> Place:
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        app = Celery("told", broker="memory://", backend="cache+memory://", set_as_current=False)
+        app.conf.update(idempotency_store=store, task_eager_propagates=True)
+        options = {"lease": 5, "key": "order_id", "namespace": NAMESPACE, **options}
+        options |= {"permanent_errors": (KeyError,), "fingerprint": ("amount",)}
+        given = {f"idempotency_{name}": value for name, value in options.items()}
 
-    @app.task(
-        name=TASK,
-        base=IdempotentTask,
-        shared=False,
-        idempotency_key="order_id",
-        idempotency_namespace=NAMESPACE,
-        idempotency_permanent_errors=(KeyError,),
-        idempotency_fingerprint=("amount",),
-        **{"idempotency_lease": 5, **options},
-    )
-    def charge(order_id: str, then: Callable[[], object] = lambda: None, amount: int = 1) -> object:
-        return then()
+        @app.task(name=TASK, base=IdempotentTask, shared=False, **given)
+        def charge(
+            order_id: str, then: Callable[[], object] = lambda: None, amount: int = 1
+        ) -> object:
+            return then()
 
-    charge.idempotency_policy  # noqa: B018  finalizes the app
-    return Place(app, app.tasks[TASK], store, clock, heard)
+        charge.idempotency_policy  # noqa: B018  finalizes the app
+        return Place(app, app.tasks[TASK], store, clock, monkeypatch)
+
+    return make
 
 
 @pytest.fixture
@@ -132,241 +158,130 @@ def raising(error: BaseException) -> Callable[[], object]:
     return then
 
 
-def told(place: Place, *expected: str, who: str = "") -> None:
-    assert_told(
-        place.heard,
-        *expected,
-        task=TASK,
-        namespace=NAMESPACE,
-        who=who or worker_name(os.getpid()),
-    )
-    for name, sender, _ in place.heard.events:
+def stepping() -> None:
+    running = current_claim()
+    assert running is not None
+    running.step("first", lambda: 1)
+    raise ValueError
+
+
+RUN, END, STALE = "claimed PROCESSING", "settled COMPLETED", "interrupted INTERRUPTED"
+UNREADABLE = b"application/x-python-serialize\nbinary\nno"
+#: What is told of what happens: outcomes with their states, each with words of its line.
+TOLD: list[tuple[str, Callable[[Any], Place]]] = [
+    (f"{RUN}, {END}", lambda make: make().run()),
+    (f"{RUN}, settled FAILED", lambda make: make().run(raising(KeyError()))),
+    (f"{RUN}, released", lambda make: make().run(raising(ValueError()))),
+    (f"{RUN}, released INTERRUPTED", lambda make: make().run(stepping)),
+    (f"{RUN}, lease_lost: is dropped, replayed", lambda make: make().lose()),
+    (f"{RUN}, {END}, replayed: gets the stored result", lambda make: make().run().run()),
+    ("conflicted: which other@host:1 holds", lambda make: make().claim().run()),
+    (f"{RUN}, {END}, mismatched: with other arg", lambda make: make().run().run(amount=2)),
+    ("store_failed: away", lambda make: make().fail("claim").run()),
+    ("store_failed: away", lambda make: make(mode="observe").fail("claim").run()),
+    (f"{RUN}, settle_failed: away", lambda make: make(lease=0.1).fail("settle").run()),
+    ("settled FAILED: without a run, replayed", lambda make: make(max_crashes=0).crash().run()),
+    ("reserved QUEUED, replayed", lambda make: make(publish_once=True).publish().publish()),
+    ("replayed: task other", lambda make: make(publish_once=True).complete().publish()),
+    (
+        "reserved QUEUED, mismatched",
+        lambda make: make(publish_once=True).publish().publish(amount=2),
+    ),
+    (
+        "store_failed: unreserved: away",
+        lambda make: make(publish_once=True).fail("reserve").publish(),
+    ),
+    (f"{STALE}: the lease ran out, swept", lambda make: make().claim().sweep()),
+    (
+        f"{STALE}, settled FAILED: did not come back, swept: failed 1",
+        lambda make: make().claim(on_stale="fail").sweep(),
+    ),
+    (f"{STALE}, swept: failed 0", lambda make: make().complete_while_swept()),
+    (
+        "requeued QUEUED, swept: requeued 1",
+        lambda make: (p := make()).claim(on_stale="requeue", message=p.message()).sweep(),
+    ),
+    (
+        "store_failed: could not be requeued, swept: requeued 0",
+        lambda make: make().claim(on_stale="requeue", message=UNREADABLE).sweep(),
+    ),
+    (f"{STALE}: is gone", lambda make: make().lose_child()),
+]
+#: The outcomes that are told with an error.
+WITH_ERRORS = {
+    "settled FAILED",
+    "released",
+    "released INTERRUPTED",
+    "store_failed",
+    "settle_failed",
+}
+
+
+def told(place: Place, heard: Heard, *expected: str, who: str = "") -> None:
+    who = who or worker_name(os.getpid())
+    assert_told(heard, *expected, task=TASK, namespace=NAMESPACE, who=who)
+    for name, sender, _ in heard.events:
         assert sender is (None if name == "swept" else place.app.tasks[TASK])
 
 
-class TestWorker:
-    @pytest.mark.parametrize(
-        ("error", "end"),
-        [(None, "settled COMPLETED"), (KeyError(), "settled FAILED"), (ValueError(), "released")],
-    )
-    def test_a_run_and_with_what_it_failed(self, heard, error, end):
-        place = make_place(heard)
-        place.run(raising(error) if error else lambda: None)
-        told(place, "claimed PROCESSING", end)
-        assert heard.events[-1][2].error is error
-
-    def test_a_run_that_fails_after_a_step_leaves_it_interrupted(self, heard):
-        place = make_place(heard)
-
-        def then() -> None:
-            running = current_claim()
-            assert running is not None
-            running.step("first", lambda: 1)
-            raise ValueError
-
-        place.run(then)
-        told(place, "claimed PROCESSING", "released INTERRUPTED")
-        record = place.store.get(KEY)
-        assert record is not None
-        assert record.state is State.INTERRUPTED
-
-    def test_a_release_that_found_a_newer_claim_is_a_lost_lease_alone(self, heard):
-        place = make_place(heard)
-
-        def then() -> None:
-            place.clock.advance(6000)
-            place.store.settle(
-                SettleRequest(record=place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
-            )
-            raise ValueError
-
-        place.run(then)
-        told(place, "claimed PROCESSING", "lease_lost", "replayed")
-
-    def test_a_duplicate_of_what_is_done(self, heard):
-        place = make_place(heard)
-        place.run()
-        place.run()
-        told(place, "claimed PROCESSING", "settled COMPLETED", "replayed")
-
-    def test_a_duplicate_of_what_is_at_work(self, heard):
-        place = make_place(heard)
-        place.claim()
-        place.run()
-        told(place, "conflicted")
-        assert heard.events[0][2].record.owner == "other@host:1"
-
-    def test_other_arguments(self, heard):
-        place = make_place(heard)
-        place.run()
-        with pytest.raises(FingerprintMismatch):
-            place.task.apply(("o",), {"amount": 2})
-        told(place, "claimed PROCESSING", "settled COMPLETED", "mismatched")
-
-    def test_a_store_that_is_away(self, heard, monkeypatch):
-        place = make_place(heard)
-        place.fail(monkeypatch, "claim")
-        place.run()
-        told(place, "store_failed")
-        assert isinstance(heard.events[0][2].error, StoreUnavailable)
-
-    def test_a_store_that_is_away_while_it_is_observed(self, heard, monkeypatch):
-        place = make_place(heard, idempotency_mode="observe")
-        place.fail(monkeypatch, "claim")
-        place.run()
-        told(place, "store_failed")
-        assert heard.events[0][2].observed
-
-    def test_a_settle_that_cannot_be_had(self, heard, monkeypatch):
-        place = make_place(heard, idempotency_lease=0.1)
-        place.fail(monkeypatch, "settle")
-        place.run()
-        told(place, "claimed PROCESSING", "settle_failed")
-
-    def test_what_crashed_too_often_is_failed_and_then_answers(self, heard):
-        place = make_place(heard, idempotency_max_crashes=0)
-        place.store.interrupt(KEY, token=place.claim().token)
-        place.run()
-        told(place, "settled FAILED", "replayed")
-
-    @pytest.mark.parametrize("outcome", ["conflicted", "replayed", "mismatched"])
-    def test_what_would_have_been_is_a_warning(self, heard, outcome):
-        place = make_place(heard, idempotency_mode="observe")
-        record = place.claim(fingerprint=b"other" if outcome == "mismatched" else None)
-        if outcome == "replayed":
-            place.store.settle(
-                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=9000)
-            )
-        place.run()
-        assert heard.names == [outcome]
-        assert heard.events[0][2].observed
-        (line,) = heard.lines
-        assert line.levelname == "WARNING"
-        assert "observed: task t (shop.charge) runs, and would have" in line.getMessage()
+@pytest.mark.parametrize(("text", "happens"), TOLD, ids=[text for text, _ in TOLD])
+def test_an_outcome_is_told_once(make, heard, text, happens):
+    place = happens(make)
+    outcomes = [each.partition(": ") for each in text.split(", ")]
+    told(place, heard, *(outcome for outcome, _, _ in outcomes))
+    for (outcome, _, words), (_, _, event), line in zip(
+        outcomes, heard.events, heard.lines, strict=True
+    ):
+        assert words in line.getMessage()
+        assert (event.error is not None) is (outcome in WITH_ERRORS)
+        assert event.observed is (place.task.idempotency_policy.mode == "observe")
 
 
-class TestPublisher:
-    def place(self, heard: Heard) -> Place:
-        return make_place(heard, idempotency_publish_once=True)
-
-    def test_a_key_that_is_published_once(self, heard):
-        place = self.place(heard)
-        first = place.task.delay("o")
-        assert place.task.delay("o").id == first.id
-        told(place, "reserved QUEUED", "replayed")
-        assert heard.events[1][2].record.task_id == first.id
-
-    def test_a_key_that_is_done(self, heard):
-        place = self.place(heard)
-        place.store.settle(
-            SettleRequest(record=place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
-        )
-        assert place.task.delay("o").id == "other"
-        told(place, "replayed")
-
-    def test_other_arguments(self, heard):
-        place = self.place(heard)
-        place.task.delay("o")
-        with pytest.raises(FingerprintMismatch):
-            place.task.delay("o", amount=2)
-        told(place, "reserved QUEUED", "mismatched")
-
-    def test_a_store_that_is_away(self, heard, monkeypatch):
-        place = self.place(heard)
-        place.fail(monkeypatch, "reserve")
-        place.task.delay("o")
-        told(place, "store_failed")
-        assert "is published unreserved: away" in heard.lines[0].getMessage()
+@pytest.mark.parametrize("outcome", ["conflicted", "replayed", "mismatched"])
+def test_what_would_have_been_is_a_warning(make, heard, outcome):
+    place = make(mode="observe").claim(fingerprint=b"other" if outcome == "mismatched" else None)
+    if outcome == "replayed":
+        place.complete(place.record())
+    place.run()
+    assert heard.names == [outcome]
+    assert heard.events[0][2].observed
+    (line,) = heard.lines
+    assert line.levelname == "WARNING"
+    assert "observed: task t (shop.charge) runs, and would have" in line.getMessage()
 
 
-class TestSweep:
-    def test_a_stale_claim(self, heard):
-        place = make_place(heard)
-        place.claim()
-        assert place.sweep()["interrupted"] == 1
-        told(place, "interrupted INTERRUPTED", "swept")
-        assert heard.events[0][2].reason == "the lease ran out"
-
-    def test_a_stale_claim_that_is_failed(self, heard):
-        place = make_place(heard)
-        place.claim(on_stale="fail")
-        assert place.sweep()["failed"] == 1
-        told(place, "interrupted INTERRUPTED", "settled FAILED", "swept")
-        assert isinstance(heard.events[1][2].error, ProcessingTimedOut)
-
-    def test_a_run_that_completed_just_before_it_was_to_be_failed(self, heard, monkeypatch):
-        """The store takes the settle of its token, and keeps the first end: it did not fail."""
-        place = make_place(heard)
-        record = place.claim(on_stale="fail")
-        swept = place.store.sweep
-
-        def late(**how: Any) -> Any:
-            found = swept(**how)
-            place.store.settle(
-                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=90_000)
-            )
-            return found
-
-        monkeypatch.setattr(place.store, "sweep", late)
-        assert place.sweep()["failed"] == 0
-        told(place, "interrupted INTERRUPTED", "swept")
-
-    def test_a_stale_claim_that_is_queued_again(self, heard):
-        place = make_place(heard)
-        place.claim(on_stale="requeue", message=place.message())
-        assert place.sweep()["requeued"] == 1
-        told(place, "requeued QUEUED", "swept")
-
-    def test_a_message_that_cannot_be_published(self, heard):
-        place = make_place(heard)
-        place.claim(on_stale="requeue", message=b"application/x-python-serialize\nbinary\nno")
-        assert place.sweep()["requeued"] == 0
-        told(place, "store_failed", "swept")
-        assert heard.events[0][2].error is not None
-
-    def test_a_namespace_that_no_task_has_is_named_as_it_is(self, heard):
-        place = make_place(heard)
-        claim(place.store, Identity(namespace="gone", key="o"))
-        place.sweep()
-        event = heard.events[0][2]
-        assert (event.task, event.identity.namespace) == ("gone", "gone")
+def test_a_namespace_that_no_task_has_is_named_as_it_is(make, heard):
+    place = make()
+    claim_key(place.store, Identity(namespace="gone", key="o"), lease_ms=5000)
+    place.sweep()
+    event = heard.events[0][2]
+    assert (event.task, event.identity.namespace) == ("gone", "gone")
 
 
-class TestOperator:
-    @pytest.mark.parametrize(
-        ("operation", "done", "expected"),
-        [
-            ("release", "released", "released"),
-            ("forget", "forgot", "forgotten"),
-            ("fail", "failed", "settled FAILED"),
-            ("requeue", "requeued", "requeued QUEUED"),
-            ("complete", "completed", "settled COMPLETED"),
-        ],
-    )
-    def test_an_operation(self, heard, operation, done, expected):
-        place = make_place(heard)
-        value = place.task.idempotency_definition().codec.dump_given(17)
-        about = {"value": value} if operation == "complete" else {}
-        place.operate(operation, place.claim(message=place.message()), **about)
-        told(place, expected, who="ada")
-        assert heard.events[0][2].reason == "it is\nstuck"
-        line = heard.lines[0].getMessage()
-        assert line == rf"idempotency: ada {done} billing key o: it is\nstuck"
-        if operation == "fail":
-            assert isinstance(heard.events[0][2].error, FailedByOperator)
-
-
-class TestMainProcess:
-    def test_the_claim_of_a_child_that_is_gone(self, heard):
-        place = make_place(heard)
-        with subprocess.Popen([sys.executable, "-c", ""]) as child:
-            child.wait()
-        place.claim(worker_name(child.pid))
-        looked = threading.Event()
-        interrupt_claim(place.task, KEY, "other", child.pid, looked)
-        assert looked.is_set()
-        told(place, "interrupted INTERRUPTED")
-        assert heard.events[0][2].reason == f"its process {child.pid} is gone"
+@pytest.mark.parametrize(
+    ("operation", "done", "expected"),
+    [
+        ("release", "released", "released"),
+        ("forget", "forgot", "forgotten"),
+        ("fail", "failed", "settled FAILED"),
+        ("requeue", "requeued", "requeued QUEUED"),
+        ("complete", "completed", "settled COMPLETED"),
+    ],
+)
+def test_an_operation_is_told_with_who_and_why(make, heard, operation, done, expected):
+    place = make()
+    record = place.claim(message=place.message()).record()
+    value = place.task.idempotency_definition().codec.dump_given(17)
+    about: dict[str, Any] = {"who": "ada", "reason": "it is\nstuck", "force": True}
+    about |= {"value": value} if operation == "complete" else {}
+    request = operations.OperationRequest(operation, **about)
+    seen = {"token": record.token, "state": record.state}
+    assert operations.operate(place.app, KEY, request, **seen) is operations.Outcome.DONE
+    told(place, heard, expected, who="ada")
+    event, line = heard.events[0][2], heard.lines[0].getMessage()
+    assert event.reason == "it is\nstuck"
+    assert line == rf"idempotency: ada {done} billing key o: it is\nstuck"
+    assert isinstance(event.error, FailedByOperator) is (operation == "fail")
 
 
 def test_there_is_one_signal_for_each_documented_outcome():
@@ -382,11 +297,11 @@ def test_an_event_is_frozen_and_has_no_dict():
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["", "whatever a receiver raises"])
-def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(heard, raises):
+def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(make, heard, raises):
     def explode(**_: object) -> None:
         raise RuntimeError("a receiver's own trouble")
 
-    place = make_place(heard)
+    place = make()
     with ExitStack() as stack:
         for signal in signals.OUTCOMES.values() if raises else ():
             signal.connect(explode, weak=False)
@@ -415,9 +330,9 @@ def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(hea
     ]
 
 
-def test_a_line_keeps_its_template_and_has_the_facts_as_arguments(heard):
+def test_a_line_keeps_its_template_and_has_the_facts_as_arguments(make, heard):
     """An error tracker groups by the template: who mutes one issue must not mute the next CRITICAL."""
-    place = make_place(heard)
+    place = make()
     for key in ("a-7", "b-8"):
         for task_id in ("one", "two"):
             with suppress(KeyError):
@@ -428,8 +343,8 @@ def test_a_line_keeps_its_template_and_has_the_facts_as_arguments(heard):
     assert all("billing key b-8" in each.args for each in second)
 
 
-def test_a_failure_is_an_error_in_the_log_once_and_its_replays_are_not(heard, caplog, monkeypatch):
-    place = make_place(heard)
+def test_a_failure_is_an_error_in_the_log_once_and_its_replays_are_not(make, caplog, monkeypatch):
+    place = make()
     monkeypatch.setattr(place.task, "run", Mock(side_effect=KeyError))
     caplog.set_level("INFO", "celery.app.trace")
     for _ in range(3):
