@@ -97,7 +97,7 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
     links = re.findall(r"\]\(([^)\s]+)\)", page)
     assert len(links) > 12
     shown = re.findall(r"!\[[^]]+\]\(([^)\s]+)\)", page)
-    assert shown == [f"{pictures}docs/_static/demo.svg"]
+    assert shown == [f"{pictures}docs/_static/{name}.svg" for name in ("timelines", "demo")]
     links = [each.replace(pictures, files) for each in links]
     dead = [
         link
