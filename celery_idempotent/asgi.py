@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
@@ -115,9 +115,9 @@ class _Exchange(ServedRequest):
         super().__init__(middleware, scope)
         self.pool, self.works = middleware.pool, middleware.works
         self.server_receive, self.send = receive, send
-        self.loop = asyncio.get_running_loop()
-        self.complete: asyncio.Future[None] = self.loop.create_future()
-        self.sent = asyncio.Event()
+        self.loop, self.sent = asyncio.get_running_loop(), asyncio.Event()
+        #: Done when the response is complete; the thread waits for it.
+        self.complete = Future[None]()
 
     async def whole(self) -> None:
         """Answer the request, then let the application end."""
@@ -130,7 +130,7 @@ class _Exchange(ServedRequest):
                 self.found = super().caller()
                 self.found = await self.found if isawaitable(self.found) else self.found
         except RequestRefused as refused:
-            self.become(self.refused(refused))
+            self.become(refused.answer(self.options.docs_url))
             return await self._pass(more=False)
         if self.raw_key is None:
             return await self.run_unguarded()
@@ -138,12 +138,11 @@ class _Exchange(ServedRequest):
         self.works.add(work)
         work.add_done_callback(self.works.discard)
         try:
-            await asyncio.wait([work])
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
             self.send = _drop
             work.add_done_callback(_report_failure)
             raise
-        return work.result()
 
     async def _work(self) -> None:
         try:
@@ -151,7 +150,7 @@ class _Exchange(ServedRequest):
                 run = copy_context().run
                 found = await self.loop.run_in_executor(self.pool, run, self.answer)
             except RequestRefused as refused:
-                found = self.refused(refused)
+                found = refused.answer(self.options.docs_url)
             if isinstance(found, Answer) and not self.is_passed:
                 self.become(found)
             await self._pass(more=False)
@@ -183,23 +182,28 @@ class _Exchange(ServedRequest):
         await self.app(self.environ, self._receive, self.send)
 
     def respond(self) -> Stored:
-        """Run the application on the event loop, in the context of this thread."""
-        return asyncio.run_coroutine_threadsafe(self._respond(), self.loop).result()
+        """Run the application on the event loop, in the context of this thread, until its response is complete."""
+        self.loop.call_soon_threadsafe(self._start)
+        self.complete.result()
+        return self.kept_response()
 
-    async def _respond(self) -> Stored:
-        """Start the application, and return its response when that is complete."""
+    def _start(self) -> None:
         # What is sent by path or in trailers, for example, would not be in the record. The scope is no copy: middleware
         # around this one finds the route in it.
         known = (self.environ.get("extensions") or {}).items()
         shown = {name: value for name, value in known if not name.startswith("http.response")}
         self.environ["extensions"] = shown
-        app = self.app(self.environ, self._receive, self._send)
-        self.running = asyncio.ensure_future(app)
-        await asyncio.wait((self.running, self.complete), return_when=asyncio.FIRST_COMPLETED)
-        if not self.complete.done():
-            await self.running
-            raise RuntimeError("the application returned before its response was complete")
-        return self.kept_response()
+        self.running = asyncio.ensure_future(self.app(self.environ, self._receive, self._send))
+        self.running.add_done_callback(self._ended)
+
+    def _ended(self, running: asyncio.Future[None]) -> None:
+        if self.complete.done():
+            return
+        if running.cancelled():
+            self.complete.cancel()
+        else:
+            why = "the application returned before its response was complete"
+            self.complete.set_exception(running.exception() or RuntimeError(why))
 
     async def _receive(self) -> Message:
         """Give the application the body; a client that hangs up does so after the response."""

@@ -11,10 +11,15 @@ Location: /payments/17/
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import logging
 import re
+import uuid
 from collections.abc import Iterable, Mapping
+from functools import singledispatch
+from operator import methodcaller
 from typing import Final, NamedTuple
 
 from celery_idempotent.errors import ResultUnavailable
@@ -33,21 +38,32 @@ Headers = list[tuple[str, str]]
 Parts = tuple[int, str, Iterable[tuple[str, str]], bytes, str]
 
 
+@singledispatch
+def as_text(value: object) -> str:
+    """Return what tasks return and JSON has no form for; a framework may register more types."""
+    raise TypeError(f"A {type(value).__name__} has no form in JSON.")
+
+
+as_text.register(decimal.Decimal, str)
+as_text.register(uuid.UUID, str)
+as_text.register(datetime.date, methodcaller("isoformat"))
+as_text.register(datetime.time, methodcaller("isoformat"))
+
+
 class Answer(NamedTuple):
-    """An answer for a web framework to send; a body that is a mapping is sent as JSON."""
+    """An answer for a web framework to send."""
 
     status: int
     headers: Headers
-    body: bytes | Mapping[str, object]
+    body: bytes
     reason: str | None = None
 
-    def encoded(self, encoder: type[json.JSONEncoder]) -> tuple[dict[str, str], bytes]:
-        """Return the headers and the bytes of the body; of headers with one name, the last."""
-        headers, body = dict(self.headers), self.body
-        if not isinstance(body, bytes):
-            headers.setdefault("Content-Type", "application/json")
-            body = json.dumps(body, cls=encoder).encode()
-        return headers, body
+
+def json_answer(status: int, headers: Headers, body: Mapping[str, object]) -> Answer:
+    """Return an answer whose body is JSON, unless a header says what it is."""
+    if "Content-Type" not in dict(headers):
+        headers = [("Content-Type", "application/json"), *headers]
+    return Answer(status, headers, json.dumps(body, default=as_text).encode())
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------
@@ -127,7 +143,7 @@ def make_problem(
         "retryable": usual_retryable if retryable is None else retryable,
         **members,
     }
-    return Answer(status, headers, body)
+    return json_answer(status, headers, body)
 
 
 # -- stored responses --------------------------------------------------------------------------------------------------

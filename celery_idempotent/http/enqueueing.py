@@ -18,7 +18,6 @@ its deadline is near. After that the record, or an outbox, has the message, and 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
@@ -40,13 +39,14 @@ from celery_idempotent.http.answers import (
     WAIT,
     Answer,
     RequestRefused,
+    json_answer,
     make_problem,
 )
 from celery_idempotent.http.requests import http_identity
-from celery_idempotent.http.status import Encoder, describe, failure_of
+from celery_idempotent.http.status import describe, failure_of
 from celery_idempotent.keys.stamp import KEEP_FAILURE_HEADER
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.records import Held, Record, Reservation, Settled, State
+from celery_idempotent.records import Held, Identity, Record, Reservation, Settled, State
 from celery_idempotent.signals import report
 from celery_idempotent.stores import Store, get_store
 
@@ -66,14 +66,16 @@ REQUEST_RETRY_SECONDS = 3.0
 
 
 class Order(ReservedCall):
-    """A request that a task is to carry out. A framework's subclass reads the request, and knows its transactions.
+    """A request that a task is to carry out; a framework's subclass knows its transactions.
+
+    Args:
+        read: returns the key and the scope of the request.
+        status_url: returns where the caller finds the status, ``None`` for nowhere.
 
     Raises:
         InvalidOption: for an option of ``apply_async`` that follows from the request, or a bad ``error_status``.
     """
 
-    #: Writes the bodies of answers.
-    encoder: Encoder = json.JSONEncoder
     #: What a broker, or a framework's database, raises while it is away.
     transient: tuple[type[Exception], ...] = (OperationalError, OSError)
     #: The message waits for the COMMIT of a transaction that the caller has open.
@@ -94,13 +96,15 @@ class Order(ReservedCall):
         args: Sequence[object],
         kwargs: Mapping[str, object],
         *,
+        read: Callable[[], tuple[str, object]],
+        status_url: Callable[[Identity, str], str | None],
         options: Mapping[str, object],
-        error_status: ErrorStatus,
+        error_status: ErrorStatus | None,
         docs_url: str | None,
     ) -> None:
         self.task, self.args, self.kwargs = task, args, kwargs
-        self.options, self.error_status = Options(options), error_status
-        self.docs_url = docs_url
+        self.read, self.status_url, self.docs_url = read, status_url, docs_url
+        self.options, self.error_status = Options(options), error_status or {}
         definition = task.idempotency_definition()
         self.enforced = definition is not None and definition.policy.mode == "enforce"
         self.name, self.sender = str(task.name), task
@@ -112,7 +116,7 @@ class Order(ReservedCall):
                 "and the task id belongs to the key."
             )
         permanent = definition.policy.permanent_errors if definition is not None else Exception
-        for error, status in error_status.items():
+        for error, status in self.error_status.items():
             # A repetition runs the task anew after any other error.
             if not issubclass(error, permanent) or status not in range(400, 600):
                 raise InvalidOption(
@@ -121,14 +125,6 @@ class Order(ReservedCall):
                 )
 
     # -- the framework's part ------------------------------------------------------------------------------------------
-
-    def read(self) -> tuple[str, object]:
-        """Return the key and the scope of the request."""
-        raise NotImplementedError
-
-    def status_url(self) -> str | None:
-        """Return where the caller finds the status, ``None`` for nowhere."""
-        return None
 
     def on_commit(self, function: Callable[[], object]) -> None:
         """Call a function after the COMMIT of the open transaction, or at once."""
@@ -178,7 +174,7 @@ class Order(ReservedCall):
                 return refused.answer(self.docs_url)
         # Of a task that is off or observed each request sends one more message.
         self.on_commit(partial(self.task.apply_async, self.args, self.kwargs, **self.options))
-        return Answer(202, [], {"state": State.QUEUED.value})
+        return json_answer(202, [], {"state": State.QUEUED.value})
 
     def _answer(self, record: Record, replayed: bool) -> Answer:
         """Return 202 until it is done, 200 with the result, or the error."""
@@ -196,12 +192,12 @@ class Order(ReservedCall):
                 error=failure.error,
             )
             return problem._replace(headers=problem.headers + marks)
-        told = describe(record, key=self.key, task=self.task, encoder=self.encoder)
-        told["url"] = url = self.status_url()
+        told = describe(record, key=self.key, task=self.task)
+        told["url"] = url = self.status_url(record.identity, self.key)
         headers = [("Cache-Control", "no-store"), *marks, *(() if told["settled"] else WAIT)]
         if url:
             headers.append(("Content-Location" if told["settled"] else "Location", url))
-        return Answer(200 if told["settled"] else 202, headers, told)
+        return json_answer(200 if told["settled"] else 202, headers, told)
 
     # -- reserve and send ----------------------------------------------------------------------------------------------
 

@@ -9,14 +9,11 @@ A request is the scope of ASGI or the environ of WSGI::
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http.client import responses
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 
@@ -26,7 +23,6 @@ from celery_idempotent.http.answers import Answer, Headers, RequestRefused
 from celery_idempotent.http.guard import Exchange, Guard
 from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction, sequence
 from celery_idempotent.http.requests import Request, read_header
-from celery_idempotent.keys.fingerprints import form
 from celery_idempotent.keys.stamp import is_text
 from celery_idempotent.protocol.options import accept_if, flag, option, read_options
 from celery_idempotent.records import HTTP_NAMESPACE
@@ -66,13 +62,11 @@ class MiddlewareOptions(HttpOptions):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _target(request: Request) -> tuple[str, str, str]:
-    """Return method, path and query."""
+def _method_and_path(request: Request) -> tuple[str, str]:
     if "headers" in request:
-        query = request.get("query_string", b"").decode("latin-1")
-        return request["method"], request["path"], query
+        return request["method"], request["path"]
     path = _text(request, "SCRIPT_NAME") + _text(request, "PATH_INFO")
-    return request["REQUEST_METHOD"], path, request.get("QUERY_STRING", "")
+    return request["REQUEST_METHOD"], path
 
 
 def _text(environ: Request, name: str) -> str:
@@ -141,11 +135,12 @@ class Middleware:
 
     def guards(self, request: Request) -> bool:
         """May this request have a key?"""
-        options, (method, path, _) = self.options, _target(request)
+        (method, path), paths = _method_and_path(request), self.options.paths
+        if method not in self.options.methods:
+            return False
         # The path may have the prefix below which the application is mounted, and so may the option.
         below = path.removeprefix(request.get("root_path") or _text(request, "SCRIPT_NAME"))
-        is_guarded = path.startswith(options.paths) or below.startswith(options.paths)
-        return method in options.methods and is_guarded
+        return path.startswith(paths) or below.startswith(paths)
 
 
 class ServedRequest(Exchange):
@@ -170,23 +165,13 @@ class ServedRequest(Exchange):
 
     def target(self) -> tuple[str, str, dict[str, list[str]]]:
         """Return method, path and the fields of the query, which are bytes."""
-        method, path, query = _target(self.environ)
-        return method, path, _fields(query)
+        query = self.environ.get("query_string", b"").decode("latin-1")
+        query = query or self.environ.get("QUERY_STRING", "")
+        return *_method_and_path(self.environ), requests.fields_of(query)
 
     def body_form(self) -> str:
-        """Return the form of the body: of a form its fields, of a multipart form its parts, by their bytes."""
-        content_type = read_header(self.environ, "Content-Type") or ""
-        kind, body = content_type.partition(";")[0].strip().lower(), self.body
-        if kind == "application/x-www-form-urlencoded":
-            return f"form {form(_fields(body.decode('latin-1')))}"
-        if kind == "multipart/form-data" and (found := _BOUNDARY.search(content_type)):
-            boundary = b"\r\n--" + (found[1] or found[2]).encode("latin-1", "replace")
-            _, *parts = (b"\r\n" + body).split(boundary)
-            if parts and parts.pop().startswith(b"--"):  # it is whole
-                # Sorted by their headers, so that fields of one name stay in their order.
-                parts.sort(key=lambda part: part.partition(b"\r\n\r\n")[0])
-                return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
-        return requests.body_form(kind, body)
+        """Return the form of the body."""
+        return requests.body_form(read_header(self.environ, "Content-Type") or "", self.body)
 
     def refusal(self, authorize: RequestFunction) -> None:
         """Refuse a caller whom ``authorize`` does not accept."""
@@ -215,12 +200,10 @@ class ServedRequest(Exchange):
 
     def become(self, answer: Answer) -> None:
         """Respond with an answer that is not the application's."""
-        self.status, self.headers, body = answer.status, list(answer.headers), answer.body
-        if not isinstance(body, bytes):
-            body = json.dumps(body).encode()
-        if self.status >= 200 and self.status not in (204, 304):
-            self.headers.append(("Content-Length", str(len(body))))
-        self.reason, self.parts = answer.reason or responses.get(self.status, "Unknown"), [body]
+        self.status, self.headers, self.parts = answer.status, list(answer.headers), [answer.body]
+        if self.status not in (204, 304):
+            self.headers.append(("Content-Length", str(len(answer.body))))
+        self.reason = answer.reason or responses.get(self.status, "Unknown")
 
     def kept_response(self) -> Stored:
         """Return the response if it is one to repeat; any other leaves as an exception."""
@@ -228,11 +211,3 @@ class ServedRequest(Exchange):
         body = b"" if why else b"".join(self.parts)
         parts = self.status, self.reason, self.headers, body, why
         return self.kept(None, parts, is_kept=not (why and self.options.release_large))
-
-
-def _fields(text: str) -> dict[str, list[str]]:
-    """Return the fields of a query or a form, in which each character is a byte."""
-    return parse_qs(text, keep_blank_values=True, encoding="latin-1")
-
-
-_BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORECASE)

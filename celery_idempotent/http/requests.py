@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.http.answers import RequestRefused
@@ -50,26 +51,12 @@ def read_header(request: Request, name: str, separator: str = ",") -> str | None
 #: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
 MAX_HEADER_CHARS: Final = 1024
 
-_NAME = r"[a-z*][a-z0-9_.*-]*"
 _QUOTED = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
-#: What a parameter may be.
-_ITEM = "|".join(
-    (
-        r"-?[0-9]{1,15}(?:\.[0-9]{1,3})?",  # a number
-        _QUOTED,
-        r"[A-Za-z*][!#$%&'*+.^_`|~0-9A-Za-z:/-]*",  # a token
-        r":[A-Za-z0-9+/=]*:",  # bytes
-        r"\?[01]",  # a boolean
-        r"@-?[0-9]{1,15}",  # a date
-        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',  # a display string
-    )
-)
-#: A string, whose parameters mean nothing here: RFC 9651 wants them ignored.
-_STRING = rf"({_QUOTED})(?:; *{_NAME}(?:=(?:{_ITEM}))?)*"
-#: Visible ASCII but what begins, separates or escapes something in a structured field: servers join a header that was
-#: sent twice with a comma.
+#: Visible ASCII but what begins, separates or escapes something in a structured field.
 _BARE = r"([!#-+\--:<-\[\]-~]*)"
-_HEADER: Final = re.compile(f" *(?:{_BARE}|{_STRING}) *", re.ASCII)
+#: Or a string of RFC 9651, whose parameters mean nothing here. No comma is behind it: servers join two headers
+#: with one.
+_HEADER: Final = re.compile(rf" *(?:{_BARE}|({_QUOTED})(?:; *[a-z*][ -+\--~]*)?) *")
 
 
 def read_key(raw: object, *, required: bool = False, name: str = "Idempotency-Key") -> str | None:
@@ -160,6 +147,7 @@ def http_identity(namespace: str, scope: object, key: object) -> Identity:
 _LENGTH: Final = re.compile(r"[ \t]*([0-9]{1,18})[ \t]*")
 #: The form of a query string without fields.
 _NO_QUERY: Final = form({})
+_BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORECASE)
 
 
 def declared_size(content_length: object, *, max_bytes: int) -> int:
@@ -197,9 +185,15 @@ def request_fingerprint(
     return fingerprint_of(f"{quote(method)} {quote(path)} {fields} {body}")
 
 
+def fields_of(text: str) -> dict[str, list[str]]:
+    """Return the fields of a query or a form, in which each character is a byte."""
+    return parse_qs(text, keep_blank_values=True, encoding="latin-1") if text else {}
+
+
 def body_form(content_type: str, raw: bytes) -> str:
-    """Return the form of a body that is no HTML form; ``content_type`` is in lower case, without parameters."""
-    if content_type == "application/json" or content_type.endswith("+json"):
+    """Return the form of a body: of JSON its value, of a form its fields, of a multipart one the bytes of its parts."""
+    kind = content_type.lower().partition(";")[0].strip()
+    if kind == "application/json" or kind.endswith("+json"):
         # In UTF-8 (RFC 8259). Of a body that has no canonical form its bytes count.
         try:
             text = raw.decode().strip(" \t\r\n")
@@ -208,7 +202,16 @@ def body_form(content_type: str, raw: bytes) -> str:
                 return f"json {form(value)}"
         except (ValueError, RecursionError, NoFormError):
             pass
-    return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
+    elif kind == "application/x-www-form-urlencoded":
+        return f"form {form(fields_of(raw.decode('latin-1')))}"
+    elif kind == "multipart/form-data" and (found := _BOUNDARY.search(content_type)):
+        boundary = b"\r\n--" + (found[1] or found[2]).encode("latin-1", "replace")
+        _, *parts = (b"\r\n" + raw).split(boundary)
+        if parts and parts.pop().startswith(b"--"):  # it is whole
+            # Sorted by their headers, so that fields of one name stay in their order.
+            parts.sort(key=lambda part: part.partition(b"\r\n\r\n")[0])
+            return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
+    return f"raw {quote(kind)} {hashlib.sha256(raw).hexdigest()}"
 
 
 def _number(text: str) -> float | Written:

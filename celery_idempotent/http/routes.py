@@ -9,9 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import decimal
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import wraps
@@ -19,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, cast
 from urllib.parse import quote
 
 from celery_idempotent.celery.typed import AnyTask
-from celery_idempotent.http.answers import Answer, RequestRefused
+from celery_idempotent.http.answers import Answer
 from celery_idempotent.http.enqueueing import ErrorStatus, Order
 from celery_idempotent.http.requests import read_key
 from celery_idempotent.http.status import status_answer
@@ -36,15 +33,6 @@ class ResponseParts(NamedTuple):
     body: bytes
     status: int
     headers: dict[str, str]
-
-
-class _Encoder(json.JSONEncoder):
-    """Writes what tasks return and JSON has no form for as a string."""
-
-    def default(self, o: object) -> object:
-        if isinstance(o, (datetime.date, datetime.time)):
-            return o.isoformat()
-        return str(o) if isinstance(o, (decimal.Decimal, uuid.UUID)) else super().default(o)
 
 
 def _refuse_loop(name: str) -> None:
@@ -67,8 +55,7 @@ def _in_thread(function: Callable[P, ResponseParts]) -> Callable[P, Awaitable[Re
 
 
 def _parts(answer: Answer) -> ResponseParts:
-    headers, body = answer.encoded(_Encoder)
-    return ResponseParts(body, answer.status, headers)
+    return ResponseParts(answer.body, answer.status, dict(answer.headers))
 
 
 # -- enqueue -----------------------------------------------------------------------------------------------------------
@@ -110,33 +97,17 @@ def enqueue(
         RuntimeError: in a coroutine.
     """
     _refuse_loop("enqueue")
-    order = _RouteOrder(
+    order = Order(
         cast("IdempotentTask", task),
         args,
         kwargs or {},
+        read=lambda: (read_key(key, required=required) or str(uuid.uuid4()), scope),
+        status_url=lambda _, key: status_url and status_url.replace("{key}", quote(key, safe="")),
         options=publish_options,
-        error_status=error_status or {},
+        error_status=error_status,
         docs_url=docs_url,
     )
-    order.header, order.scope, order.required, order.where = key, scope, required, status_url
     return _parts(order.answer())
-
-
-class _RouteOrder(Order):
-    """What a route has read of its request."""
-
-    encoder = _Encoder
-
-    header: str | None
-    scope: object
-    required: bool
-    where: str | None
-
-    def read(self) -> tuple[str, object]:
-        return read_key(self.header, required=self.required) or str(uuid.uuid4()), self.scope
-
-    def status_url(self) -> str | None:
-        return self.where and self.where.replace("{key}", quote(self.key, safe=""))
 
 
 aenqueue = _in_thread(enqueue)
@@ -159,13 +130,7 @@ def task_status(
     _refuse_loop("task_status")
     definition = cast("IdempotentTask", task).idempotency_definition()
     namespace = str(task.name) if definition is None else definition.identifier.namespace
-    try:
-        answer = status_answer(
-            task.app, namespace=namespace, key=key, scope=scope, encoder=_Encoder
-        )
-    except RequestRefused as refused:
-        answer = refused.answer(docs_url)
-    return _parts(answer)
+    return _parts(status_answer(task.app, namespace, key, lambda: scope, docs_url))
 
 
 atask_status = _in_thread(task_status)

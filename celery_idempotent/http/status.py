@@ -13,13 +13,21 @@ import contextlib
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent import errors
 from celery_idempotent.celery.definition import definition_of
-from celery_idempotent.http.answers import WAIT, Answer, RequestRefused, read_response
+from celery_idempotent.http.answers import (
+    WAIT,
+    Answer,
+    RequestRefused,
+    as_text,
+    json_answer,
+    read_response,
+)
 from celery_idempotent.http.requests import http_identity
 from celery_idempotent.records import Record, State
 from celery_idempotent.serializers import HTTP, Serializer
@@ -32,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Encoder = type[json.JSONEncoder]
-
 #: Errors of the library's own that a record may have, with their codes for programs.
 _OWN: Final[dict[type[BaseException], str]] = {
     errors.FailedByOperator: "failed_by_operator",
@@ -44,9 +50,16 @@ _SERIALIZER: Final = Serializer()
 
 
 def status_answer(
-    app: Celery, *, namespace: str, key: str, scope: object, encoder: Encoder
+    app: Celery, namespace: str, key: str, caller: Callable[[], object], docs_url: str | None
 ) -> Answer:
-    """Return the answer of the status resource about a key of the caller, or refuse the request."""
+    """Return the answer of the status resource about a key of the caller."""
+    try:
+        return _status_of(app, namespace, key, caller())
+    except RequestRefused as refused:
+        return refused.answer(docs_url)
+
+
+def _status_of(app: Celery, namespace: str, key: str, scope: object) -> Answer:
     try:
         record = get_store(app).get(http_identity(namespace, scope, key))
     except errors.InvalidKey:
@@ -58,28 +71,22 @@ def status_answer(
         raise RequestRefused("unknown_key", "You have no such key, or its record has expired.")
     definition = definition_of(app, namespace, load=True)
     task: Any = None if definition is None else app.tasks[definition.name]
-    described = describe(record, key=key, task=task, encoder=encoder)
-    body = json.dumps(described, cls=encoder).encode()
-    headers = [
-        ("Content-Type", "application/json"),
-        ("ETag", f'"{hashlib.sha256(body).hexdigest()[:32]}"'),
-        ("Cache-Control", "private, no-cache"),
-        *(WAIT if not described["settled"] else ()),
-    ]
-    return Answer(200, headers, body)
+    described = describe(record, key=key, task=task)
+    headers = [("Cache-Control", "private, no-cache"), *(() if described["settled"] else WAIT)]
+    answer = json_answer(200, headers, described)
+    answer.headers.append(("ETag", f'"{hashlib.sha256(answer.body).hexdigest()[:32]}"'))
+    return answer
 
 
-def describe(
-    record: Record, *, key: str, task: DefinedTask | None, encoder: Encoder = json.JSONEncoder
-) -> dict[str, Any]:
-    """Return what the status resource says: JSON for this encoder, in an order for people."""
+def describe(record: Record, *, key: str, task: DefinedTask | None) -> dict[str, Any]:
+    """Return what the status resource says, for JSON, in an order for people."""
     state, members = record.state, dict[str, object]()
     if state is State.INTERRUPTED:
         members = {"retryable": True}
     elif state is State.COMPLETED:
         state, members = _result_of(record, task)
         try:
-            json.dumps(members, cls=encoder)
+            json.dumps(members, default=as_text)
         except Exception:  # noqa: BLE001  whatever the parts of a result do when they are asked
             members = {"result_kept": False}
     elif state is State.FAILED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +39,11 @@ class _Exchange(ServedRequest):
         self, middleware: Middleware, environ: Request, start_response: StartResponse
     ) -> None:
         super().__init__(middleware, environ)
-        self.server_start, self.at_end = start_response, ExitStack()
+        self.server_start, self.rest = start_response, _Rest()
 
     def whole(self) -> Iterable[bytes]:
         """Answer the request; the application ends when the server has sent what is returned."""
-        with self.at_end:
+        try:
             found = self.serve()
             if self.write is None:
                 if isinstance(found, Answer):
@@ -52,9 +52,11 @@ class _Exchange(ServedRequest):
                     unguarded: Iterable[bytes] = found
                     return unguarded
                 self._start()
-            rest = _Rest([self.take()])
-            rest.close = self.at_end.pop_all().close
-            return rest
+            self.rest.append(self.take())
+        except BaseException:
+            self.rest.close()
+            raise
+        return self.rest
 
     def receive(self) -> None:
         limit = self.options.max_request_bytes
@@ -85,7 +87,7 @@ class _Exchange(ServedRequest):
     def respond(self) -> Stored:
         """Run the application, and return its response when that is complete."""
         parts = self.app(self.environ, self._start_response)
-        self.at_end.callback(getattr(parts, "close", lambda: None))
+        self.rest.close = getattr(parts, "close", self.rest.close)
         for part in parts:
             self._add(part)
         if not self.status:
@@ -116,4 +118,4 @@ class _Exchange(ServedRequest):
 class _Rest(list[bytes]):
     """The body from where it is not sent yet; a server closes it when it has sent it."""
 
-    close: Callable[[], None]
+    close: Callable[[], object] = staticmethod(lambda: None)

@@ -123,8 +123,7 @@ def test_a_key_is_a_string_of_rfc_9651_or_bare(factory: Any, value: str, key: st
 
 
 REFUSED: list[tuple[str, str]] = [
-    *((each, "") for each in ('"a" ;x', '"a";X=1', '"a";x=', '"a";x="', '"a";x=@1.5', '"a";x=@')),
-    *((each, "") for each in ('"a";x=%"%"', '"a";x=%"%C3"', '"a";x=%""x"', "a\tb", "\x7f", "é")),
+    *((each, "") for each in ('"a" ;x', '"a";X=1', '"a";=1', '"a";x="b,c"', "a\tb", "\x7f", "é")),
     *((each, "") for each in ('"a\nb"', "(a)b,c")),
     *((each, "It is empty") for each in ("", "  ", '""', '"";x=1')),
     ("k" * 256, "It has 256 characters, and 255 are allowed."),

@@ -9,21 +9,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
-from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
 from django.utils.asyncio import async_unsafe
 
 from celery_idempotent.celery.delivery import copied
 from celery_idempotent.django import outbox
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.requests import caller_scope, http_options, receive
+from celery_idempotent.django.http.requests import DjangoExchange, caller_scope, http_options
 from celery_idempotent.django.http.responses import response_of
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.transactions import first_on_commit, in_testcase
 from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.http.enqueueing import Order
-from celery_idempotent.http.requests import find_key, http_identity, read_header, read_key
+from celery_idempotent.http.guard import Guard
+from celery_idempotent.http.requests import http_identity
 from celery_idempotent.keys.rules import canonical
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.http.enqueueing import ErrorStatus
     from celery_idempotent.http.options import HttpOptions
-    from celery_idempotent.records import Record
+    from celery_idempotent.records import Identity, Record
 
 
 @async_unsafe(
@@ -66,16 +67,33 @@ def enqueue(
     if transaction.get_connection(using).in_atomic_block:
         # The view may change them before the COMMIT.
         args, kwargs = copied(args, kwargs)
-    options: HttpOptions = getattr(request, "idempotency_options", None) or http_options()
+    plain = getattr(request, "_request", request)
+    http: HttpOptions = getattr(plain, "idempotency_options", None) or http_options()
+    name = str(task.name)
+
+    def read() -> tuple[str, object]:
+        asked = DjangoExchange(Guard(name, task, http, partial(get_store, task.app)), request)
+        asked.take_key()
+        # A path has it as a str.
+        key = (
+            asked.raw_key
+            if isinstance(asked.raw_key, str | None)
+            else canonical(asked.raw_key, task=name)
+        )
+        whose = scope(request) if callable(scope) else scope
+        return key or str(uuid.uuid4()), asked.caller() if whose is None else whose
+
     order = _DjangoOrder(
         cast("IdempotentTask", task),
         args,
         kwargs,
+        read=read,
+        status_url=partial(_status_url, request, task),
         options=publish_options,
-        error_status=error_status or {},
-        docs_url=options.docs_url,
+        error_status=error_status,
+        docs_url=http.docs_url,
     )
-    order.request, order.scope, order.using, order.http_options = request, scope, using, options
+    order.using = using
     return response_of(order.answer())
 
 
@@ -83,49 +101,26 @@ def enqueue(
 aenqueue: Callable[..., Awaitable[HttpResponse]] = sync_to_async(enqueue)
 
 
+def _status_url(request: HttpRequest, task: AnyTask, identity: Identity, key: str) -> str | None:
+    """Return the path of the status, ``None`` if the status resource would not find this record for the caller.
+
+    That resource knows the setting ``IDEMPOTENCY_HTTP`` alone; this view may have another scope, its task another
+    app.
+    """
+    try:
+        scope = caller_scope(request, http_options())
+        found = http_identity(identity.namespace, scope, key)
+    except RequestRefused:
+        return None
+    is_here = found == identity and celery_app() is task.app
+    return status_url(identity.namespace, key) if is_here else None
+
+
 class _DjangoOrder(Order):
     """The request of a view; ``using`` is the database whose COMMIT the message waits for."""
 
-    encoder = DjangoJSONEncoder
     transient = (*Order.transient, DatabaseError)
-
-    request: HttpRequest
-    scope: object
     using: str | None
-    http_options: HttpOptions
-
-    def read(self) -> tuple[str, object]:
-        plain, options = getattr(self.request, "_request", self.request), self.http_options
-        where, required, found = options.key, options.required, None
-        if isinstance(where, str):
-            found = read_key(read_header(plain.META, where), required=required, name=where)
-        receive(plain, options)
-        if callable(where):
-            given = find_key(where, (self.request,), required=required, name=str(self.task.name))
-            # A path has it as a str.
-            found = (
-                given
-                if given is None or isinstance(given, str)
-                else canonical(given, task="a request")
-            )
-        key = found or str(uuid.uuid4())
-        scope = self.scope(self.request) if callable(self.scope) else self.scope
-        return key, caller_scope(self.request, self.http_options) if scope is None else scope
-
-    def status_url(self) -> str | None:
-        """Return the path of the status, ``None`` if the status resource would not find this record for the caller.
-
-        That resource knows the setting ``IDEMPOTENCY_HTTP`` alone; this view may have another scope, its task another
-        app.
-        """
-        identity = self.identity
-        try:
-            scope = caller_scope(self.request, http_options())
-            found = http_identity(identity.namespace, scope, self.key)
-        except RequestRefused:
-            return None
-        is_here = found == identity and celery_app() is self.task.app
-        return status_url(identity.namespace, self.key) if is_here else None
 
     @property
     def _connection(self) -> Any:

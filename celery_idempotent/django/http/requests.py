@@ -1,22 +1,29 @@
-"""What is read of a request of Django's: the options that hold for it, its caller, its body and its fingerprint."""
+"""A request of Django's: the options that hold for it, its caller, its body and its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from io import SEEK_END, BytesIO
+from io import SEEK_END
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from django.conf import settings
-from django.core.exceptions import RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent
+from django.core.exceptions import (
+    BadRequest,
+    RequestDataTooBig,
+    TooManyFieldsSent,
+    TooManyFilesSent,
+)
 from django.core.handlers.wsgi import WSGIRequest
-from django.http import HttpRequest, QueryDict, RawPostDataException
-from django.http.multipartparser import MultiPartParser, MultiPartParserError
+from django.http import HttpRequest, RawPostDataException
+from django.http.multipartparser import MultiPartParserError
 
 from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import OVER_LIMIT, RequestRefused
+from celery_idempotent.http.guard import Exchange, Guard
 from celery_idempotent.http.options import HttpOptions
 from celery_idempotent.keys.fingerprints import form, quote
 from celery_idempotent.protocol.options import read_options
@@ -27,11 +34,8 @@ if TYPE_CHECKING:
 #: The one setting: a dict with any of the options of :class:`.HttpOptions`.
 HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 
-#: What Django raises for a request over one of its own limits.
-OVER_LIMITS: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
-
 _PIECE: Final = 64 * 1024
-_FORM, _MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
+_FORMS: Final = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
@@ -80,28 +84,65 @@ def _scope_of_user(request: HttpRequest) -> tuple[object, ...] | None:
         raise RequestRefused("caller_unknown", "The user has no primary key.") from None
 
 
-# -- the body ----------------------------------------------------------------------------------------------------------
+# -- the request -------------------------------------------------------------------------------------------------------
 
 
-def receive(request: HttpRequest, options: HttpOptions) -> None:
-    """Have Django read the body whole. A view that has read some of it already is no obstacle."""
-    meta, limit = request.META, options.max_request_bytes
-    if "HTTP_TRANSFER_ENCODING" in meta and isinstance(request, WSGIRequest):
-        # To Django there is no body.
-        raise RequestRefused("length_required", "Send the body with its Content-Length.")
-    declared = requests.declared_size(meta.get("CONTENT_LENGTH"), max_bytes=limit)
-    try:
-        size = _read(request)
-    except OSError:  # of a server that notices that it broke off
-        size = -1
-    if size != declared:
-        requests.check_size(size, declared, max_bytes=limit)
+class DjangoExchange(Exchange):
+    """A request of Django's: ``seen`` is what its view gets, ``request`` Django's own that may be within."""
+
+    over_limits = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
+
+    def __init__(self, guard: Guard, seen: Any) -> None:
+        super().__init__(guard)
+        self.seen, self.given = seen, (seen,)
+        self.request: HttpRequest = getattr(seen, "_request", seen)
+        self.environ = self.request.META
+        self.settle_seconds = 3.0 if isinstance(self.request, WSGIRequest) else inf
+
+    def caller(self) -> object:  # noqa: D102
+        return caller_scope(self.seen, self.options)
+
+    def target(self) -> tuple[str, str, dict[str, list[str]] | None]:  # noqa: D102
+        query = dict(self.request.GET.lists()) if self.environ.get("QUERY_STRING") else None
+        return str(self.request.method), self.request.path_info, query
+
+    def receive(self) -> None:
+        """Have Django read the body whole. A view that has read some of it already is no obstacle."""
+        limit = self.options.max_request_bytes
+        if "HTTP_TRANSFER_ENCODING" in self.environ and isinstance(self.request, WSGIRequest):
+            # To Django there is no body.
+            raise RequestRefused("length_required", "Send the body with its Content-Length.")
+        declared = requests.declared_size(self.environ.get("CONTENT_LENGTH"), max_bytes=limit)
+        try:
+            size = _read(self.request)
+        except OSError:  # of a server that notices that it broke off
+            size = -1
+        if size != declared:
+            requests.check_size(size, declared, max_bytes=limit)
+
+    def body_form(self) -> str:
+        """Return the form of the body, which stays readable for the view.
+
+        A form that Django parses counts by its fields, and files by their content: its boundary is another one each
+        time.
+        """
+        request = self.request
+        if request.method != "POST" or request.content_type not in _FORMS:
+            return requests.body_form(self.environ.get("CONTENT_TYPE", ""), request.body)
+        try:
+            fields, files = request.POST, request.FILES
+        except (BadRequest, MultiPartParserError, UnicodeError, LookupError) as error:
+            # A charset may be none, or one that Python knows for other ends, as base64.
+            raise RequestRefused("body_unreadable", "Its form data is malformed.") from error
+        hashed = {name: [_file_form(file) for file in many] for name, many in files.lists()}
+        return f"form {form(dict(fields.lists()))} {form(hashed)}"
 
 
 def _read(request: Any) -> int:
+    """Return the size of the body, once Django has read it."""
     try:
         return len(request.body)
-    except OVER_LIMITS as error:
+    except RequestDataTooBig as error:
         raise RequestRefused("request_too_large", OVER_LIMIT) from error
     except RawPostDataException:
         pass  # it is a parsed upload, or was read before
@@ -112,33 +153,6 @@ def _read(request: Any) -> int:
         return stream._pos  # type: ignore[no-any-return]  # noqa: SLF001
     stream.seek(0, SEEK_END)
     return stream.tell()  # type: ignore[no-any-return]
-
-
-# -- the fingerprint ---------------------------------------------------------------------------------------------------
-
-
-def body_form(request: HttpRequest) -> str:
-    """Return the form of a body, which stays readable for the view.
-
-    A form counts by its fields, and files by their content: its boundary is another one each time.
-    """
-    content_type = (request.content_type or "").lower()
-    if content_type not in (_FORM, _MULTIPART):
-        return requests.body_form(content_type, request.body)
-    try:
-        if content_type == _FORM:
-            fields: QueryDict = QueryDict(request.body, encoding=request.encoding or "utf-8")
-            return f"form {form(dict(fields.lists()))}"
-        if request.method == "POST":  # Django parses no other
-            fields, files = request.POST, request.FILES
-        else:
-            body, handlers = BytesIO(request.body), request.upload_handlers
-            fields, files = MultiPartParser(request.META, body, handlers, request.encoding).parse()
-    except (MultiPartParserError, UnicodeError, LookupError) as error:
-        # The last: a charset that is none, or that Python knows for other ends, as base64.
-        raise RequestRefused("body_unreadable", "Its form data is malformed.") from error
-    hashed = {name: [_file_form(file) for file in many] for name, many in files.lists()}
-    return f"multipart {form(dict(fields.lists()))} {form(hashed)}"
 
 
 def _file_form(file: UploadedFile) -> str:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from functools import wraps
 from typing import NoReturn, ParamSpec
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpResponse, HttpResponseBase
+from django.utils.duration import duration_iso_string
+from django.utils.functional import Promise
 
-from celery_idempotent.http.answers import Answer, Parts, make_problem
+from celery_idempotent.http.answers import Answer, Parts, as_text, make_problem
 from celery_idempotent.keys.arguments import type_name
 
 Made = ParamSpec("Made")
 
+as_text.register(Promise, str)
+as_text.register(timedelta, duration_iso_string)
+
 
 def response_of(answer: Answer) -> HttpResponse:
     """Return an answer as a response of Django's."""
-    headers, body = answer.encoded(DjangoJSONEncoder)
-    response = HttpResponse(body, status=answer.status, reason=answer.reason, headers=headers)
+    headers, status = dict(answer.headers), answer.status
+    response = HttpResponse(answer.body, status=status, reason=answer.reason, headers=headers)
     if "Content-Type" not in headers and "content-type" not in map(str.lower, headers):
         del response["Content-Type"]
     return response

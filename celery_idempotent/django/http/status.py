@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from django.core.serializers.json import DjangoJSONEncoder
 from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
@@ -12,7 +12,6 @@ from django.views.decorators.http import require_safe
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.requests import caller_scope, http_options
 from celery_idempotent.django.http.responses import response_of
-from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.http.status import status_answer
 
 if TYPE_CHECKING:
@@ -31,17 +30,8 @@ def status_url(namespace: str, key: str) -> str | None:
 def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     """Show the status of a key of the caller; ``request`` may be one of Django REST framework, with its own user."""
     options = http_options()
-    try:
-        answer = status_answer(
-            celery_app(),
-            namespace=namespace,
-            key=key,
-            scope=caller_scope(request, options),
-            encoder=DjangoJSONEncoder,
-        )
-    except RequestRefused as refused:
-        answer = refused.answer(options.docs_url)
-    response = response_of(answer)
+    caller = partial(caller_scope, request, options)
+    response = response_of(status_answer(celery_app(), namespace, key, caller, options.docs_url))
     patch_vary_headers(response, ("Authorization", "Cookie"))
     plain: HttpRequest = getattr(request, "_request", request)
     found = get_conditional_response(plain, etag=response.get("ETag"), response=response)

@@ -14,28 +14,20 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import cache, partial, wraps
 from inspect import isawaitable
-from math import inf
 from typing import Any, TypeVar, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
-from django.core.handlers.wsgi import WSGIRequest
 from django.core.signals import setting_changed
 from django.db import connections
 from django.http import HttpResponseBase
 
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.requests import (
-    OVER_LIMITS,
-    body_form,
-    caller_scope,
-    http_options,
-    receive,
-)
+from celery_idempotent.django.http.requests import DjangoExchange, http_options
 from celery_idempotent.django.http.responses import parts_of, refuse_returned, response_of
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http.answers import Answer
-from celery_idempotent.http.guard import Exchange, Guard
+from celery_idempotent.http.guard import Guard
 from celery_idempotent.http.options import METHODS, RequestFunction
 from celery_idempotent.records import Stored
 from celery_idempotent.stores import get_store
@@ -136,31 +128,23 @@ def refuse_open_transactions() -> None:
                 )
 
 
-class _Call(Exchange):
-    """One call of a view: ``seen`` is the request that it gets, ``request`` Django's own that may be within."""
+class _Call(DjangoExchange):
+    """One call of a view."""
 
     #: The view of Django REST framework that handles the request, ``None`` of any other kind.
     rest: Any = None
-    over_limits = OVER_LIMITS
     refuse_transactions = staticmethod(refuse_open_transactions)
 
     def __init__(
         self, guard: Guard, view: ViewFunction, args: Any, kwargs: Any, *, guards: bool = True
     ) -> None:
-        super().__init__(guard)
+        self.at = 0 if hasattr(args[0], "META") else 1  # of a method
+        super().__init__(guard, args[self.at])
         self.view, self.guards, self.args, self.kwargs = view, guards, args, kwargs
-        self.at = at = 0 if hasattr(args[0], "META") else 1  # of a method
-        self.seen = seen = args[at]
-        self.given = (seen,)
-        self.request = request = getattr(seen, "_request", seen)
-        self.environ = request.META
-        self.settle_seconds = 3.0 if isinstance(request, WSGIRequest) else inf
-        self.receive = partial(receive, request, self.options)
-        self.caller = partial(caller_scope, seen, self.options)
-        self.body_form = partial(body_form, request)
+        request: Any = self.request
         request.idempotency_key, request.idempotency_options = None, self.options
-        if request is not seen:
-            view_of_rest = (getattr(seen, "parser_context", None) or {}).get("view")
+        if request is not self.seen:
+            view_of_rest = (getattr(self.seen, "parser_context", None) or {}).get("view")
             self.rest = view_of_rest if hasattr(view_of_rest, "finalize_response") else None
 
     def serve(self) -> Any:
@@ -177,24 +161,19 @@ class _Call(Exchange):
             )
         return response
 
-    def target(self) -> tuple[str, str, dict[str, list[str]] | None]:
-        request = self.request
-        query = dict(request.GET.lists()) if request.META.get("QUERY_STRING") else None
-        return str(request.method), request.path_info, query
-
     def run_unguarded(self) -> Any:
         """Call the view, in a transaction if it is atomic; Django REST framework finishes its response."""
         if self.guards and self.options.atomic:
             return self.answer()
         self.rest, self.began = None, True
-        self.request.idempotency_key = self.raw_key
+        self.request.idempotency_key = self.raw_key  # type: ignore[attr-defined]
         return self.view(*self.args, **self.kwargs)
 
     def respond(self) -> Stored:
         """Call the view, and finish its response: its bytes are stored."""
         if not self.options.atomic:  # else its own transaction is open by now
             refuse_open_transactions()
-        self.request.idempotency_key = self.raw_key
+        self.request.idempotency_key = self.raw_key  # type: ignore[attr-defined]
         returned = self.view(*self.args, **self.kwargs)
         if self.rest is not None:
             returned = self.rest.finalize_response(self.seen, returned, **self.kwargs)
