@@ -28,12 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
-from celery_idempotent.http.middleware import (
-    Middleware,
-    ServedRequest,
-    bearer_scope,
-    session_scope,
-)
+from celery_idempotent.http.middleware import Middleware, ServedRequest, bearer_scope
 from celery_idempotent.http.requests import Request, read_header
 
 if TYPE_CHECKING:
@@ -43,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
+__all__ = ["IdempotencyMiddleware", "bearer_scope"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from celery_idempotent.http.middleware import bearer_scope, session_scope
+from celery_idempotent.http.middleware import bearer_scope
 from celery_idempotent.http.wsgi import IdempotencyMiddleware
 
-__all__ = ["IdempotencyMiddleware", "bearer_scope", "session_scope"]
+__all__ = ["IdempotencyMiddleware", "bearer_scope"]

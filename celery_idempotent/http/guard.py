@@ -183,10 +183,9 @@ class Exchange(Run):
         except NoFormError as refused:
             raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
 
-    def kept(self, response: object, parts: Parts, *, is_kept: bool = True) -> Stored:
+    def kept(self, response: object, parts: Parts) -> Stored:
         """Pack the response of a view if it is one to repeat; any other leaves the view as an exception."""
-        status = parts[0]
-        if status >= 500 or status in self.options.unstored or not is_kept:
+        if parts[0] >= 500 or parts[0] in self.options.unstored:
             raise _NotToKeepError(response)
         self.response = response
         return self.guard.codec.pack(parts)

@@ -24,7 +24,7 @@ from celery_idempotent.http.guard import Exchange, Guard
 from celery_idempotent.http.options import METHODS, HttpOptions, RequestFunction, sequence
 from celery_idempotent.http.requests import Request, read_header
 from celery_idempotent.keys.stamp import is_text
-from celery_idempotent.protocol.options import accept_if, flag, option, read_options
+from celery_idempotent.protocol.options import accept_if, option, read_options
 from celery_idempotent.records import HTTP_NAMESPACE
 from celery_idempotent.stores import Store, get_store, open_store
 
@@ -55,7 +55,6 @@ class MiddlewareOptions(HttpOptions):
             lambda path: isinstance(path, str) and path[:1] == "/", 'paths, which begin with "/"'
         ),
     )
-    release_large: bool = option(False, flag)
     name: str = option(HTTP_NAMESPACE, accept_if(is_text, "must be a short string"))
 
 
@@ -74,30 +73,13 @@ def _text(environ: Request, name: str) -> str:
 
 
 def bearer_scope(request: Request) -> tuple[str, str] | None:
-    """Return a digest of the bearer token as the scope: a new token is another caller."""
-    scheme, _, token = (read_header(request, "Authorization") or "").strip().partition(" ")
-    return _digest("bearer", token.strip()) if scheme.lower() == "bearer" else None
+    """Return a digest of the bearer token as the scope: a new token is another caller.
 
-
-def session_scope(cookie: str) -> RequestFunction:
-    """Return a function whose scope is a digest of the session id in ``cookie``.
-
-    A signed cookie with the content of a session changes with it, and is none.
+    A digest is no credential for those who can read records.
     """
-
-    def scope(request: Request) -> tuple[str, str] | None:
-        cookies = (read_header(request, "Cookie", ";") or "").split(";")
-        pairs = (each.partition("=") for each in cookies)
-        found = [value.strip() for name, _, value in pairs if name.strip() == cookie]
-        # Of two, the application may read the other one.
-        return _digest("session", found[0]) if len(found) == 1 else None
-
-    return scope
-
-
-def _digest(kind: str, secret: str) -> tuple[str, str] | None:
-    """Return a digest as the scope: it is no credential for those who can read records."""
-    return (kind, hashlib.sha256(secret.encode()).hexdigest()) if secret else None
+    scheme, _, token = (read_header(request, "Authorization") or "").strip().partition(" ")
+    is_known = scheme.lower() == "bearer" and token.strip()
+    return ("bearer", hashlib.sha256(token.strip().encode()).hexdigest()) if is_known else None
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -209,5 +191,4 @@ class ServedRequest(Exchange):
         """Return the response if it is one to repeat; any other leaves as an exception."""
         why = f"it has more than {self.options.max_response_bytes} bytes" if self.is_large else ""
         body = b"" if why else b"".join(self.parts)
-        parts = self.status, self.reason, self.headers, body, why
-        return self.kept(None, parts, is_kept=not (why and self.options.release_large))
+        return self.kept(None, (self.status, self.reason, self.headers, body, why))

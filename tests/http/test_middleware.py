@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from celery_idempotent import current_claim
-from celery_idempotent.asgi import IdempotencyMiddleware, bearer_scope, session_scope
+from celery_idempotent.asgi import IdempotencyMiddleware, bearer_scope
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.signals import Event, replayed
 from celery_idempotent.stores import open_store
@@ -229,16 +229,6 @@ def test_a_response_over_the_limit_is_passed_on_as_it_comes(kind: str, shop: Sho
     assert len(shop.runs) == 1
 
 
-def test_a_response_over_the_limit_releases_the_key_where_that_is_wanted(
-    kind: str, shop: Shop
-) -> None:
-    client = open_client(kind, shop, max_response_bytes=10, release_large=True)
-    shop.answer = lambda run: (200, JSON, [b"%d" % run] * (20 if run < 3 else 5))
-    key = new_key()
-    bodies = [client.ask(key).body for _ in range(4)]
-    assert bodies == [b"1" * 20, b"2" * 20, b"3" * 5, b"3" * 5]
-
-
 def test_a_client_that_hangs_up_does_not_stop_the_run(kind: str, shop: Shop) -> None:
     client = open_client(kind, shop, max_response_bytes=10)
     client.gone = True
@@ -314,16 +304,6 @@ def test_names_keep_two_services_in_one_store_apart(kind: str) -> None:
     finally:
         replayed.disconnect(note)
     assert [each[1:] for each in told] == [("books", "books"), ("cars", "cars")]
-
-
-def test_a_session_is_a_caller_whose_id_no_record_has(kind: str, shop: Shop) -> None:
-    client = open_client(kind, shop, scope=session_scope("sid"))
-    key = new_key()
-    assert client.ask(key, Cookie="a=b; sid=one").json == {"run": 1}
-    assert client.ask(key, Cookie="sid=one").replayed
-    assert client.ask(key, Cookie="sid=two; xsid=one").json == {"run": 2}
-    for cookies in ("", "sid=", "sid=one; sid=two", "sidx=one"):
-        assert client.ask(key, Cookie=cookies).code == (403, "caller_unknown")
 
 
 def test_a_first_request_takes_two_round_trips_and_a_replay_one(
