@@ -30,7 +30,6 @@ from kombu.exceptions import OperationalError
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery import publishing
-from celery_idempotent.celery.reserving import ReservedCall
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.errors import STORE_ERRORS, FingerprintMismatch, InvalidOption
 from celery_idempotent.http.answers import (
@@ -65,7 +64,7 @@ UNCOMMITTED_MS = 2_000
 REQUEST_RETRY_SECONDS = 3.0
 
 
-class Order(ReservedCall):
+class Order(publishing.ReservedCall):
     """A request that a task is to carry out; a framework's subclass knows its transactions.
 
     Args:
