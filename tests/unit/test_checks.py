@@ -102,15 +102,6 @@ def test_the_text_of_an_error_that_may_contain_a_secret_is_not_shown(monkeypatch
     assert found.problem == "No worker starts: ValueError."
 
 
-def test_early_acknowledgement_is_found() -> None:
-    app = app_with()
-    app.task(name="early", base=IdempotentTask, acks_late=False, shared=False)(_nothing)
-    (found,) = check_settings(app)
-    assert ids([found]) == ["W002"]
-    assert "early" in found.problem
-    assert "shop.charge" not in found.problem
-
-
 def test_early_acknowledgement_of_what_is_only_observed_is_as_it_was() -> None:
     app = app_with(idempotency_mode="observe", task_acks_late=False)
     assert ids(check_settings(app)) == []

@@ -14,11 +14,9 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_idempotent import signals as counters_module
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.signals import Counters
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.runs import Replay
-from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 from tests.unit.test_runner import a_call, make_runner
 
@@ -48,14 +46,6 @@ def test_runs_and_replays_are_counted_by_task(store, counters):
     }
     counters.write()
     assert counted(store)["shop.charge", "claimed"] == 1
-
-
-def test_the_heartbeat_writes_them(store, counters, monkeypatch):
-    monkeypatch.setattr(counters_module, "WRITE_EVERY", 0.05)
-    heartbeat = Heartbeat()
-    monkeypatch.setattr("celery_idempotent.protocol.run.heartbeat", heartbeat)
-    make_runner(store, lease_ms=300).execute(a_call(), lambda: 42)
-    wait_for(lambda: ("shop.charge", "settled") in counted(store), what="the counters")
 
 
 def test_nothing_is_written_more_often_than_every_few_seconds(store, counters):

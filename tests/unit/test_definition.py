@@ -96,22 +96,6 @@ def task(app, name, **options):
     return app.task(base=IdempotentTask, name=name, shared=False, **options)(run)
 
 
-def name_of(app, namespace):
-    found = definition.definition_of(app, namespace)
-    return found and found.name
-
-
-def test_a_namespace_belongs_to_the_task_that_has_it(app):
-    pay = task(app, "shop.pay", idempotency_namespace="payments")
-    assert definition.definition_of(app, "payments") is pay.idempotency_definition()
-    assert name_of(app, "payments") == "shop.pay"
-
-
-def test_a_namespace_may_have_no_task(app):
-    task(app, "shop.pay", idempotency_namespace="payments")
-    assert definition.definition_of(app, "shop.pay") is None
-
-
 def test_tasks_that_are_switched_off_are_known_and_celerys_own_are_not(app):
     task(app, "shop.off", idempotency_mode="off")
     app.task(name="shop.plain", shared=False)(run)
@@ -138,6 +122,27 @@ def test_tasks_that_this_process_does_not_know_are_imported_when_they_are_looked
         "shop.pay",
     }
     assert len(imported) == 1
+
+
+def test_tasks_of_one_name_in_two_apps_have_nothing_in_common():
+    kept = {}
+    pickled = {"idempotency_serializer": "pickle", "accept_content": ["json", "pickle"]}
+    for name, settings in {"shop": {"idempotency_lease": 30}, "bank": pickled}.items():
+        app = Celery(name, broker="memory://", set_as_current=False)
+        app.conf.update(idempotency_store="memory://", **settings)
+
+        @app.task(name="work", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def work(self: Any, key: str) -> list[Any]:
+            return [self.request.id, self.idempotency.policy.lease_ms]
+
+        first: Any = work.apply(("k",))
+        assert first.get() == work.apply(("k",)).get()
+        found: Any = work.idempotency_record("k")
+        kept[name] = (found.task_id == first.id, first.get()[1], found.value.content_type)
+    assert kept == {
+        "shop": (True, 30_000, "application/json"),
+        "bank": (True, 60_000, "application/x-python-serialize"),
+    }
 
 
 @pytest.fixture

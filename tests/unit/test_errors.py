@@ -43,24 +43,6 @@ def same(error: BaseException, other: BaseException) -> None:
         assert getattr(other, name, "") == getattr(error, name, "")
 
 
-def test_the_specified_ones_exist_and_nothing_else():
-    assert {each.__name__ for each in LEAVES} == {
-        "DuplicateCall",
-        "KeyMissing",
-        "InvalidKey",
-        "FingerprintMismatch",
-        "InProgress",
-        "LeaseLost",
-        "TooManyCrashes",
-        "FailedByOperator",
-        "ProcessingTimedOut",
-        "ResultUnavailable",
-        "StoreUnavailable",
-        "StoreMisconfigured",
-        "InvalidOption",
-    }
-
-
 @pytest.mark.parametrize("error", ALL)
 def test_the_default_message_is_the_first_line_of_the_docstring(error):
     assert getattr(celery_idempotent, error.__name__) is error

@@ -31,7 +31,7 @@ from celery_idempotent.keys import fingerprints
 from celery_idempotent.keys.arguments import ALL_ARGUMENTS, Parameters
 from celery_idempotent.keys.rules import Identifier, canonical, task_id_key
 from celery_idempotent.keys.stamp import Identified, read_stamp
-from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+from celery_idempotent.records import Identity
 from tests.support.pydantic_tasks import make_pydantic_task
 
 SECRET = "4111-1111-1111-1111"
@@ -344,19 +344,6 @@ def test_binding_does_what_a_call_does(function: Any, call: tuple[list[int], dic
 # -- rules -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [
-        (("o-1", 5), {}),
-        (("o-1",), {"amount": 5}),
-        ((), {"amount": 5, "order_id": "o-1"}),
-        (["o-1", 5, "USD"], None),
-    ],
-)
-def test_a_named_argument_is_the_key_however_it_is_passed(args: Any, kwargs: Any):
-    assert key_of(charge, args, kwargs, key="order_id") == "o-1"
-
-
 def test_several_names_make_a_key_in_the_order_of_the_option():
     assert key_of(charge, ("o-1", 5), key=("currency", "order_id")) == '["EUR","o-1"]'
     assert key_of(charge, ("o-1", 5), key=["order_id"]) == '["o-1"]'
@@ -394,17 +381,6 @@ def test_names_are_looked_up_in_extra_arguments():
     assert key_of(task, (), {"event": {"id": 7}}, key="kwargs.event.id") == "7"
     with pytest.raises(KeyMissing):
         key_of(task, (), {"other": 7}, key="order_id")
-
-
-def test_a_function_gets_what_the_body_gets():
-    seen: list[Any] = []
-
-    def key(**arguments: Any) -> str:
-        seen.append(arguments)
-        return "k"
-
-    key_of(charge, ("o-1", 5), key=key)
-    assert seen == [{"order_id": "o-1", "amount": 5, "currency": "EUR", "note": None}]
 
 
 def test_a_function_gets_by_position_what_cannot_go_by_keyword():
@@ -449,17 +425,6 @@ def test_all_arguments_is_one_object_wherever_it_goes():
 
 
 # -- fingerprints ----------------------------------------------------------------------------------
-
-
-def test_a_fingerprint_does_not_depend_on_how_arguments_are_passed():
-    assert len(fingerprint("o-1", 5)) == FINGERPRINT_BYTES
-    assert {
-        fingerprint("o-1", 5),
-        fingerprint("o-1", 5, "EUR"),
-        fingerprint("o-1", amount=5),
-        fingerprint(amount=5, order_id="o-1"),
-        fingerprint(order_id="o-1", amount=5, currency="EUR", note=None),
-    } == {fingerprint("o-1", 5)}
 
 
 @given(in_json, in_json)

@@ -78,12 +78,6 @@ def pay(task: Callable[..., Any], bank: Bank) -> Any:
 
 
 class TestDeliveries:
-    def test_the_second_one_gets_the_result_of_the_first(self, pay, bank):
-        first, second = deliver_twice(pay, "o1")
-        assert first.state == second.state == "SUCCESS"
-        assert first.value == second.value
-        assert bank.charges("o1") == 1
-
     def test_what_the_task_publishes_goes_nowhere_and_is_shown(self, app, task):
         def follow(order: str) -> None:
             """Nothing."""
@@ -95,11 +89,6 @@ class TestDeliveries:
 
         (message,) = deliver(task(pay), "o1").published
         assert (message.task, message.args) == (later.name, ["o1"])
-
-    def test_of_several_at_once_one_runs(self, pay, bank):
-        states = [each.state for each in deliver_at_once(pay, 5, "o1")]
-        assert bank.charges("o1") == 1
-        assert set(states) <= {"SUCCESS", "RETRY"}
 
     def test_switched_off_both_run(self, app, pay, bank):
         with idempotency_off(app):
@@ -143,18 +132,6 @@ class TestSignatures:
         assert deliver(call).value == first.value
         assert len(deliver_at_once(call, 2)) == 2
         assert bank.charges("o-1") == 1
-
-    def test_each_operation_of_a_matrix_has_one(self, task, bank):
-        def charge(self: Any, order: str) -> Any:
-            return bank.charge(order, key=self.idempotency.derived_key("charge"))
-
-        charged = task(charge, idempotency_key=None)
-        report = crash_matrix(
-            charged,
-            arguments=lambda name: charged.s(name).set(idempotency_key=name),
-            effects=bank.charges,
-        )
-        assert report.ok
 
     def test_a_retry_that_was_published_is_delivered(self, task, bank):
         def charge(self: Any, order: str) -> Any:

@@ -95,39 +95,30 @@ def known_threads() -> set[str]:
 
 
 class TestClaim:
-    def test_renew_lets_the_lease_start_anew(self):
-        clock = FakeClock()
-        store = MemoryStore(clock)
-        claim = take(store, lease_ms=1000)
-        clock.advance(900)
-        claim.renew()
-        clock.advance(900)
-        claim.ensure()
-        clock.advance(900)
-        assert not store.get(claim.record.identity).stale(clock() // 1000)
-
     @pytest.mark.parametrize("ask", [Claim.renew, Claim.ensure])
-    def test_a_claim_that_somebody_else_took_is_lost(self, ask):
+    @pytest.mark.parametrize("end", ["alive", "taken", "forgotten", "interrupted"])
+    def test_a_claim_is_renewed_until_it_has_ended(self, ask, end):
         clock = FakeClock()
         store = MemoryStore(clock)
         claim = take(store, lease_ms=1000)
-        clock.advance(1000)
-        take(store)
+        identity = claim.record.identity
+        for _ in range(2):
+            clock.advance(900)
+            ask(claim)
+        if end == "taken":
+            clock.advance(1000)
+            take(store)
+        elif end == "forgotten":
+            store.forget(identity)
+        elif end == "interrupted":
+            store.interrupt(identity, token=claim.token)
+        else:
+            clock.advance(900)
+            assert not store.get(identity).stale(clock() // 1000)
+            return
         with pytest.raises(LeaseLost, match="key k"):
             ask(claim)
         assert claim.lost
-
-    @pytest.mark.parametrize("end", ["forget", "interrupt"])
-    def test_a_claim_that_was_ended_is_lost(self, end):
-        store = MemoryStore()
-        claim = take(store)
-        identity = claim.record.identity
-        if end == "forget":
-            store.forget(identity)
-        else:
-            store.interrupt(identity, token=claim.token)
-        with pytest.raises(LeaseLost):
-            claim.ensure()
 
     def test_a_store_that_is_away_for_longer_is_not_a_lost_claim(self, store: Store):
         claim = take(store, lease_ms=400)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from celery_idempotent import (
     StoreMisconfigured,
     signals,
 )
-from tests.support.workers import child_environment
 
 
 @pytest.fixture
@@ -105,12 +101,16 @@ def test_an_eager_run_of_an_app_without_a_store_is_refused(app: Any) -> None:
     assert app.runs == []
 
 
-def test_an_app_that_is_always_eager_uses_the_memory_and_says_so_once(
-    app: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("in_process", [True, False])
+def test_an_app_that_stays_in_its_process_uses_the_memory_and_says_so_once(
+    app: Any, caplog: pytest.LogCaptureFixture, in_process: bool
 ) -> None:
-    app.conf.task_always_eager = True
+    if in_process:  # as the fixtures of Celery make it
+        app.conf.broker_url = "memory://"
+    else:
+        app.conf.task_always_eager = True
     task = define(app)
-    assert [task.delay("a").get() for _ in range(2)] == ["receipt 1"] * 2
+    assert [task.apply(("a",)).get() for _ in range(2)] == ["receipt 1"] * 2
     assert task.idempotency_record("a").state is State.COMPLETED
     assert caplog.text.count(SAID) == 1
 
@@ -119,51 +119,3 @@ def test_a_bad_store_is_no_missing_one(app: Any) -> None:
     app.conf.idempotency_store = "nonsense://"
     with pytest.raises(StoreMisconfigured, match="nonsense"):
         define(app).apply(("a",), throw=True)
-
-
-SUITE = """
-import pytest
-from celery_idempotent import IdempotentTask
-
-pytest_plugins = ("celery.contrib.pytest",)
-
-
-@pytest.fixture(scope="session")
-def celery_worker_parameters():
-    return {"perform_ping_check": False}
-
-
-@pytest.fixture(scope="session")
-def celery_config():
-    options = {"polling_interval": 0.02}
-    return {"result_backend": "cache+memory://", "broker_transport_options": options}
-
-
-def test_one_run(celery_app, celery_worker):
-    runs = []
-
-    @celery_app.task(base=IdempotentTask, idempotency_key="key")
-    def charge(key):
-        runs.append(key)
-        return len(runs)
-
-    celery_worker.reload()
-    assert [charge.delay("a").get(timeout=60, interval=0.01) for _ in range(3)] == [1, 1, 1]
-    assert [charge.apply(("b",)).get() for _ in range(2)] == [2, 2]
-"""
-
-
-def test_the_fixtures_of_celery_need_no_store(tmp_path: Path) -> None:
-    """Broker and worker are in the process of the test."""
-    (tmp_path / "test_suite.py").write_text(SUITE)
-    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "test_suite.py"],
-        cwd=tmp_path,
-        env=child_environment({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -215,25 +215,23 @@ class TestValues:
 
 class TestNames:
     @pytest.mark.parametrize(
-        ("wrong", "meant"),
+        ("wrong", "said"),
         [
-            ("idempotency_leese", "idempotency_lease"),
-            ("idempotency_keys", "idempotency_key"),
-            ("idempotency_retentions", "idempotency_retention"),
-            ("idempotency_permanent_error", "idempotency_permanent_errors"),
+            ("leese", r"did you mean idempotency_lease\?"),
+            ("keys", r"did you mean idempotency_key\?"),
+            ("permanent_error", r"did you mean idempotency_permanent_errors\?"),
+            ("xyzzy", r"known are .*idempotency_lease.*"),
         ],
     )
-    def test_an_unknown_attribute_fails_with_the_one_that_was_meant(self, wrong, meant):
-        with pytest.raises(InvalidOption, match=rf"{wrong} .*did you mean {meant}\?"):
-            define(**{wrong: 1})
-
-    def test_an_attribute_like_nothing_known_fails_with_all_that_are(self):
-        with pytest.raises(InvalidOption, match=r"known are .*idempotency_lease.*"):
-            define(idempotency_xyzzy=1)
-
-    def test_an_unknown_setting_fails_with_the_one_that_was_meant(self):
-        with pytest.raises(InvalidOption, match=r"of the app .*did you mean idempotency_lease\?"):
-            define(make_app(idempotency_leese=3))
+    @pytest.mark.parametrize("where", ["attribute", "setting", "namespaced"])
+    def test_an_unknown_one_fails_with_the_one_that_was_meant_or_all(self, wrong, said, where):
+        name = f"idempotency_{wrong}"
+        app = make_app(**{name: 1} if where == "setting" else {})
+        if where == "namespaced":
+            app.config_from_object(SimpleNamespace(**{f"X_{name.upper()}": 1}), namespace="X")
+        place = "task shop.charge" if where == "attribute" else "the app"
+        with pytest.raises(InvalidOption, match=f"{name} of {place} is not an option: {said}"):
+            define(app, **{name: 1} if where == "attribute" else {})
 
     @pytest.mark.parametrize("name", ["idempotency_store", "idempotency_sweep_interval"])
     def test_a_setting_of_the_app_is_no_attribute_of_a_task(self, name):
@@ -279,16 +277,6 @@ class TestPrecedence:
             namespace="CELERY",
         )
         assert policy(app).lease_ms == 45_000
-
-    def test_an_unknown_namespaced_setting_is_found_out(self):
-        app = Celery("django", broker="memory://", set_as_current=False)
-        app.config_from_object(SimpleNamespace(CELERY_IDEMPOTENCY_LEESE=45), namespace="CELERY")
-        with pytest.raises(InvalidOption, match="did you mean idempotency_lease"):
-            define(app)
-
-    def test_an_annotation_counts_as_an_attribute(self):
-        app = make_app(task_annotations={"*": {"acks_late": False}})
-        assert define(app).acks_late is False
 
 
 class TestFunctions:
@@ -340,28 +328,11 @@ class TestWhatTheUserSet:
 @pytest.mark.parametrize(
     ("settings", "attributes", "late", "comes_back"),
     [
-        pytest.param({}, {}, True, True, id="by default"),
-        pytest.param(
-            {},
-            {"acks_late": False, "reject_on_worker_lost": False},
-            False,
-            False,
-            id="an attribute wins",
-        ),
-        pytest.param(
-            {"task_acks_late": False, "task_reject_on_worker_lost": False},
-            {},
-            False,
-            False,
-            id="a setting wins",
-        ),
-        pytest.param(
-            {"CELERY_TASK_ACKS_LATE": False},
-            {},
-            False,
-            True,
-            id="also one that is Celery's default",
-        ),
+        ({}, {}, True, True),
+        ({}, {"acks_late": False, "reject_on_worker_lost": False}, False, False),
+        ({"task_acks_late": False, "task_reject_on_worker_lost": False}, {}, False, False),
+        ({"CELERY_TASK_ACKS_LATE": False}, {}, False, True),  # also Celery's default
+        ({"task_annotations": {"*": {"acks_late": False}}}, {}, False, True),
     ],
 )
 def test_acks_are_late_and_lost_messages_come_back(settings, attributes, late, comes_back):

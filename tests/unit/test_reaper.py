@@ -32,15 +32,24 @@ def define(app: Celery, name: str = "work", **options: Any) -> Any:
 
 
 class TestRegistration:
-    def test_an_idempotent_task_brings_the_sweep_and_its_schedule(self):
-        app = make_app()
+    @pytest.mark.parametrize(
+        ("interval", "seconds"), [(..., 30), (5, 5), (0.5, 0.5), (timedelta(minutes=2), 120)]
+    )
+    def test_an_idempotent_task_brings_the_sweep_and_its_schedule(self, interval, seconds):
+        app = make_app(**{} if interval is ... else {"idempotency_sweep_interval": interval})
+        define(app)
+        app.finalize()
+        entry = app.conf.beat_schedule[SWEEP]
+        assert (entry["task"], entry["schedule"]) == (SWEEP, seconds)
+        # A tick that nobody took is of no use once the next one is due.
+        assert 0 < entry["options"]["expires"] <= max(seconds, 1)
+
+    def test_without_an_interval_it_is_there_and_not_scheduled(self):
+        app = make_app(idempotency_sweep_interval=None)
         define(app)
         app.finalize()
         assert SWEEP in app.tasks
-        entry = app.conf.beat_schedule[SWEEP]
-        assert (entry["task"], entry["schedule"]) == (SWEEP, 30)
-        # A tick that nobody took is of no use once the next one is due.
-        assert 0 < entry["options"]["expires"] <= 30
+        assert app.conf.beat_schedule == {}
 
     def test_an_app_without_idempotent_tasks_gets_nothing_until_it_has_one(self):
         app = make_app()
@@ -127,22 +136,6 @@ class TestSchedule:
         assert without.conf.beat_schedule.keys() == {SWEEP, "other"}
         assert other.keys() == {"other"}
 
-    def test_none_switches_the_schedule_off_and_leaves_the_task(self):
-        app = make_app(idempotency_sweep_interval=None)
-        define(app)
-        app.finalize()
-        assert SWEEP in app.tasks
-        assert app.conf.beat_schedule == {}
-
-    @pytest.mark.parametrize(
-        ("value", "seconds"), [(5, 5), (0.5, 0.5), (timedelta(minutes=2), 120)]
-    )
-    def test_seconds_or_a_timedelta(self, value, seconds):
-        app = make_app(idempotency_sweep_interval=value)
-        define(app)
-        app.finalize()
-        assert app.conf.beat_schedule[SWEEP]["schedule"] == seconds
-
     @pytest.mark.parametrize("value", [0, 0.01, -1, "30", True, crontab(), float("nan")])
     def test_anything_else_is_refused_when_a_task_is_defined(self, value):
         app = make_app(idempotency_sweep_interval=value)
@@ -226,15 +219,6 @@ class TestSweep:
         end = SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=100_000)
         assert store.settle(end)
         assert store.get(record.identity).state is State.COMPLETED
-
-    def test_is_bounded_and_says_that_there_is_more(self, store, clock):
-        for n in range(5):
-            self.hold(store, str(n))
-        clock.advance(1000)
-        app = make_app(store)
-        reports = [sweep(app, limit=2) for _ in range(3)]
-        assert [report["interrupted"] for report in reports] == [2, 2, 1]
-        assert [report["more"] for report in reports] == [True, True, False]
 
 
 def lambda_free() -> None: ...

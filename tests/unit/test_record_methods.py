@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from celery_idempotent import FailedByOperator, InProgress
+from celery_idempotent import InProgress
 from celery_idempotent.records import State
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.admin import TASK, claim, identity, make_app, settle
@@ -15,18 +15,6 @@ from tests.support.admin import TASK, claim, identity, make_app, settle
 @pytest.fixture
 def task(store):
     return make_app(store).tasks[TASK]
-
-
-def test_a_stale_claim_is_released(store, task):
-    claim(store, "stale", lease_ms=-1)
-    assert task.idempotency_release("stale", who="alice", reason="gone") is True
-    assert store.get(identity("stale")) is None
-
-
-def test_an_unfinished_key_is_failed_for_good(store, task):
-    store.interrupt(identity("crashed"), token=claim(store, "crashed").token)
-    assert task.idempotency_fail("crashed") is True
-    assert store.get(identity("crashed")).state is State.FAILED
 
 
 @pytest.mark.parametrize("operation", ["release", "requeue", "fail"])
@@ -82,16 +70,6 @@ class TestComplete:
         assert (found.state, found.attempts) == (State.COMPLETED, 1)
         assert found.settled_by_operator
         assert found.note == "complete by alice: ticket 47"
-
-    def test_what_failed_may_have_taken_effect(self, store, task):
-        interrupted(store, "paid")
-        assert task.idempotency_fail("paid", who="bob", reason="gave up")
-        with pytest.raises(FailedByOperator):
-            answer(task, "paid")
-        why = {"who": "alice", "reason": "the bank has it"}
-        assert task.idempotency_complete("paid", 17, **why, force=True)
-        assert answer(task, "paid") == 17
-        assert task.idempotency_record("paid").note == "complete by alice: the bank has it"
 
     def test_what_is_completed_stays_as_it_is_unless_forced(self, store, task):
         assert answer(task, "done") == 0

@@ -40,30 +40,20 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-class TestGone:
-    def test_a_living_or_stopped_child_is_not(self, child):
-        assert not gone(child.pid)
-        freeze(child.pid)
-        assert not gone(child.pid)
-
-    def test_a_dead_child_is_before_it_was_waited_for_and_can_still_be(self, child):
-        child.send_signal(signal.SIGKILL)
-        wait_for(lambda: gone(child.pid), what="the death to be seen")
-        assert gone(child.pid)
-        # It was looked at, not taken from whoever waits for it.
-        assert os.waitpid(child.pid, 0)[1] == signal.SIGKILL
-        child.returncode = -signal.SIGKILL
-
-    def test_a_living_process_of_somebody_else_is_not(self):
-        assert not gone(os.getppid())
-        assert not gone(1)
-
-    def test_without_waitid_a_process_is_asked_for_by_a_signal(self, child, monkeypatch):
-        monkeypatch.delattr(worker.os, "waitid")
-        assert not gone(child.pid)
-        child.kill()
-        child.wait()
-        assert gone(child.pid)
+def test_a_child_is_gone_once_it_is_dead_before_and_after_it_was_waited_for(child, monkeypatch):
+    assert not gone(child.pid)
+    freeze(child.pid)
+    assert not gone(child.pid)
+    assert not gone(os.getppid())
+    assert not gone(1)  # of somebody else
+    child.send_signal(signal.SIGKILL)
+    wait_for(lambda: gone(child.pid), what="the death to be seen")
+    # It was looked at, not taken from whoever waits for it.
+    assert os.waitpid(child.pid, 0)[1] == signal.SIGKILL
+    child.returncode = -signal.SIGKILL
+    monkeypatch.delattr(worker.os, "waitid")  # then a process is asked for by a signal
+    assert gone(child.pid)
+    assert not gone(os.getppid())
 
 
 def run() -> None: ...

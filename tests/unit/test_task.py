@@ -27,7 +27,6 @@ from celery_idempotent import (
     InvalidKey,
     InvalidOption,
     KeyMissing,
-    ProcessingTimedOut,
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
@@ -556,39 +555,6 @@ class TestStoreFailures:
 
         monkeypatch.setattr(MemoryStore, "claim", away)
 
-    def test_what_a_person_is_to_look_at_does_not_run_without_protection(
-        self, app, store, published, runs, monkeypatch
-    ):
-        @ours(
-            app,
-            "shop.charge",
-            idempotency_key="order_id",
-            idempotency_on_stale="fail",
-            idempotency_on_store_error="open",
-        )
-        def charge(order_id: str) -> None:
-            runs.append(order_id)
-
-        store.interrupt(
-            Identity(namespace="shop.charge", key="o-1"), token=hold(store, "o-1").token
-        )
-        message = send(published, charge, "o-1")
-
-        def away(*_: object, **__: object) -> None:
-            raise StoreUnavailable("away")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(MemoryStore, "settle", away)
-            deliver(app, message)
-        assert runs == []
-        again = published[-1]
-        assert again.stamp["store_failures"] == 1
-        held = record(store, "o-1")
-        store.interrupt(held.identity, token=held.token)  # its lease ends
-        assert isinstance(deliver(app, again).info.retval, ProcessingTimedOut)
-        assert record(store, "o-1").state is State.FAILED
-        assert runs == []
-
     def test_an_open_task_runs_without_protection_until_the_store_is_back(
         self, app, store, published, runs, caplog, monkeypatch
     ):
@@ -894,23 +860,6 @@ class TestFunctionCalls:
 
 
 class TestBases:
-    def test_hooks_of_the_user_are_called_for_runs_and_replays(self, app, published):
-        calls = []
-
-        class Hooked(IdempotentTask):
-            abstract = True
-
-            def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
-                calls.append(retval)
-
-        @app.task(name="t", base=Hooked, shared=False, idempotency_key="key")
-        def task(key: str) -> str:
-            return "done"
-
-        for _ in range(2):
-            deliver(app, send(published, task, "k"))
-        assert calls == ["done", "done"]
-
     def test_shared_tasks_work_on_the_app_that_uses_them(self, store, monkeypatch):
         from celery import _state
 
@@ -934,14 +883,6 @@ class TestEager:
         charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
         assert runs == ["o-1"]
         assert store.get(Identity(namespace="shop.charge", scope="s", key="mine")) is not None
-
-    def test_a_conflict_raises_in_progress(self, charge, store, runs):
-        hold(store, "o-1")
-        result = charge.apply(("o-1",))
-        assert isinstance(result.result, InProgress)
-        with pytest.raises(InProgress):
-            charge.apply(("o-1",), throw=True)
-        assert runs == []
 
 
 class TestCallbacks:
