@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.delivery.driving import Steps
 from tests.delivery.duplicates import Row, row
 from tests.delivery.policies_app import task_name
 from tests.delivery.watched import Site
 from tests.support.sites import Message
-
-#: What a cell waits for is there after so many seconds, or never: a hundred cells share two cores.
-PATIENCE = 180
 
 #: The event that tells of a state.
 EVENTS = {
@@ -26,7 +22,6 @@ EVENTS = {
     "FAILURE": "failed",
 }
 
-Steps = Generator[Callable[[], Any], None, None]
 Scenario = Callable[["Cell"], Steps]
 
 
@@ -45,7 +40,6 @@ class Cell:
     acks: str
     directory: Path
     error: BaseException | None = None
-    done: bool = False
     #: How many messages were put into the broker, by task id: published, delivered again, given back, retried.
     copies: dict[str, int] = field(default_factory=dict)
     #: What was shown, to be looked at again when everything is over.
@@ -70,13 +64,16 @@ class Cell:
         """Does the policy let go of a duplicate while the first run is at work?"""
         return self.policy in ("ignore", "raise")
 
+    def steps(self) -> Steps:
+        return self.scenario(self)
+
     # -- doing ---------------------------------------------------------------------------------------------------------
 
     @property
     def gate(self) -> str:
         return str(self.directory / f"gate.{self.name}")
 
-    def open(self) -> None:
+    def end(self) -> None:
         Path(self.gate).touch()
 
     def arguments(
@@ -230,56 +227,3 @@ class Cell:
             rounds += self.site.ledger.count("undelivered", task_id=task_id)
             assert received == copies + rounds, (task_id, received, copies, rounds)
         assert self.effects() <= 1
-
-
-def drive(*stages: Stage) -> None:
-    """Let the cells of all stages play at once; what goes wrong in one stays with it."""
-    going = list(stages)
-    while going:
-        going = [stage for stage in going if stage.goes_on()]
-        time.sleep(0.02)
-
-
-class Stage:
-    """Cells of one site, of which so many play at a time; ``between`` is called again and again meanwhile."""
-
-    def __init__(
-        self, cells: list[Cell], *, at_once: int, between: Callable[[], None] = lambda: None
-    ) -> None:
-        self._waiting = deque(cells)
-        self._playing: list[_Playing] = []
-        self._at_once = at_once
-        self._between = between
-
-    def goes_on(self) -> bool:
-        while self._waiting and len(self._playing) < self._at_once:
-            self._playing.append(_Playing(self._waiting.popleft()))
-        self._playing = [each for each in self._playing if each.goes_on()]
-        self._between()
-        return bool(self._waiting or self._playing)
-
-
-class _Playing:
-    """A cell that plays: what it waits for, and until when."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._cell = cell
-        self._steps = cell.scenario(cell)
-        self._condition: Callable[[], Any] = lambda: True
-        self._deadline = 0.0
-
-    def goes_on(self) -> bool:
-        try:
-            if self._condition():
-                self._condition = next(self._steps)
-                self._deadline = time.monotonic() + PATIENCE
-            elif time.monotonic() > self._deadline:
-                self._steps.throw(AssertionError(f"waited in vain: {self._cell.story()}"))
-        except StopIteration:
-            self._cell.done = True
-        except BaseException as error:  # noqa: BLE001  the test of this cell raises it
-            self._cell.error = error
-        else:
-            return True
-        self._cell.open()
-        return False

@@ -1,39 +1,35 @@
-"""The app of the tests of sending: steps whose followers go to queues that can be refused, and crashes in between.
+"""The app of the histories: steps that have something to send, and faults between their body and their ack.
 
-A file ``closed-<label>`` is a closed gate, a file ``crash-<point>-<label>`` lets one process die at that point of the
-work on a label. The points, in the order in which a step comes to them: ``settled``, ``sending`` (before its first
-message), ``sent`` (after it), ``stored`` (the result is, its chord part is not returned), ``marking``, ``marked``.
+A file ``closed-<label>`` is a closed gate. A file ``<fault>-<point>-<label>`` lets one process meet that fault when it
+comes to that point of the work on a label. At each point whatever is raised strikes the code around it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from celery import Celery, Task
+from celery import Celery, Task, current_task
 from celery.backends.redis import RedisBackend
-from celery.signals import (
-    after_task_publish,
-    before_task_publish,
-    task_failure,
-    task_prerun,
-    task_success,
-    worker_ready,
-)
+from celery.signals import task_failure, task_postrun, task_prerun, worker_ready
 
 from celery_idempotent import IdempotentTask, get_store, signals
-from celery_idempotent.celery import republish
-from tests.support.apps import hurry
+from tests.support.apps import configure, hurry, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
-CONF = "SENDING_CONF"
-POINTS = ("settled", "sending", "sent", "stored", "marking", "marked")
+#: In the order in which a step comes to them. ``stored``: the result is, the part of a chord is not returned.
+POINTS = (
+    *("body", "settling", "settled", "sending", "sent"),
+    *("storing", "stored", "marking", "acking"),
+)
+#: What a process meets; one that ``holds`` waits for a file ``on-<label>``.
+FAULTS = ("dies", "soft limit", "holds")
 
 #: What this process is working on.
 _label = ""
@@ -43,38 +39,47 @@ class Refused(Exception):
     """Fails for good."""
 
 
+class Sending(IdempotentTask):
+    """A task whose sending is a point of the work on what sends it."""
+
+    abstract = True
+
+    def apply_async(self, *given: Any, **options: Any) -> Any:
+        current: Any = current_task
+        own = current and (current.name, current.request.id)
+        if (self.name, options.get("task_id")) == own:  # a message that comes back
+            return super().apply_async(*given, **options)
+        meet("sending")
+        result = super().apply_async(*given, **options)
+        meet("sent")
+        return result
+
+
 class Backend(RedisBackend):
-    """A result backend at which a process may die between the result and the part of the chord."""
+    """A result backend with the points before the result and before the part of a chord."""
+
+    def store_result(self, *args: Any, **kwargs: Any) -> Any:
+        meet("storing")
+        return super().store_result(*args, **kwargs)
 
     def on_chord_part_return(self, *args: Any, **kwargs: Any) -> Any:
-        crash("stored")
+        meet("stored")
         return super().on_chord_part_return(*args, **kwargs)
 
 
-def make_app(conf: dict[str, Any]) -> Celery:
-    """Return an app with every task of these tests."""
-    app = Celery("sending", set_as_current=False)
-    app.conf.update(
-        broker_connection_retry_on_startup=True,
-        broker_connection_timeout=2,
-        # Not as long as an outage lasts, but known.
-        task_publish_retry_policy={"max_retries": 1, "interval_start": 0.1},
-        idempotency_sweep_interval=None,
-        idempotency_lease=30,
-        worker_prefetch_multiplier=1,
-    )
-    republish._LONGEST.update(dict.fromkeys(republish._LONGEST, 2.0))
-    app.conf.update(conf)
+def make_app(settings: Mapping[str, Any]) -> Celery:
+    """Return an app with every task of the histories."""
+    app = Celery("histories", set_as_current=False)
+    configure(app, settings)
     for suffix, late in (("", True), ("_early", False)):
-        task = partial(app.task, base=IdempotentTask, shared=False, bind=True, acks_late=late)
+        task = partial(app.task, base=Sending, shared=False, bind=True, acks_late=late)
         task(name=f"step{suffix}")(step)
         task(name=f"refuse{suffix}", idempotency_permanent_errors=(Refused,))(refuse)
         task(name=f"swap{suffix}")(swap)
     brief: dict[str, Any] = {"idempotency_retention": 4, "idempotency_lease": 2}
-    app.task(name="brief", base=IdempotentTask, shared=False, bind=True, **brief)(step)
-    app.task(name="mourn", base=IdempotentTask, shared=False)(mourn)
+    app.task(name="brief", base=Sending, shared=False, bind=True, **brief)(step)
+    app.task(name="mourn", base=Sending, shared=False)(mourn)
     app.task(name="plain", base=Task, shared=False, bind=True)(step)
-    app.task(name="fence", base=Task, shared=False)(fence)
     return app
 
 
@@ -103,48 +108,59 @@ def mourn(failed: str, *, label: str) -> None:
     Ledger.from_env().append("effect", label)
 
 
-def fence() -> None:
-    """Do nothing."""
-
-
 def begin(task: Any, label: str) -> None:
-    ledger = Ledger.from_env()
-    ledger.append("effect", label, task.request.id)
-    gate = _file("closed", label)
+    Ledger.from_env().append("effect", label, task.request.id)
+    _wait(lambda: not file("closed", label).exists())
+    meet("body")
+
+
+def _wait(condition: Any) -> None:
     until = time.monotonic() + 60
-    while gate.exists() and time.monotonic() < until:
+    while not condition() and time.monotonic() < until:
         time.sleep(0.01)
 
 
-def _file(kind: str, label: str) -> Path:
+def file(kind: str, label: str) -> Path:
+    """Return the file by which a test tells a worker something."""
     return Path(os.environ[LEDGER_VARIABLE]).parent / f"{kind}-{label.replace('/', '.')}"
 
 
-def crash(point: str) -> None:
-    """Take this process down, if a file says so, and only once."""
-    with contextlib.suppress(FileNotFoundError):
-        _file(f"crash-{point}", _label).unlink()
-        Ledger.from_env().append("crash", f"{point} {_label}")
-        os.kill(os.getpid(), signal.SIGKILL)
+def meet(point: str) -> None:
+    """Meet the fault that waits at this point, if there is one, and only once."""
+    if not _label:
+        return
+    for fault in FAULTS:
+        with contextlib.suppress(FileNotFoundError):
+            file(f"{fault}-{point}", _label).unlink()
+            Ledger.from_env().append(fault, f"{point} {_label}")
+            if fault == "holds":
+                _wait(file("on", _label).exists)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if fault == "dies" else signal.SIGUSR1)
+
+
+def _between(store: Any, verb: str, before: str, after: str = "") -> None:
+    real = getattr(store, verb)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        meet(before)
+        answer = real(*args, **kwargs)
+        meet(after)
+        return answer
+
+    setattr(store, verb, called)
 
 
 def _watch(app: Celery) -> None:
-    app.finalize()  # receivers of the library come before those of the tests
     worker_ready.connect(hurry, weak=False)
     task_prerun.connect(_turn_to, weak=False)
-    signals.settled.connect(lambda **_: crash("settled"), weak=False)
-    before_task_publish.connect(_sending, weak=False)
-    after_task_publish.connect(lambda **_: crash("sent"), weak=False)
-    task_success.connect(lambda **_: crash("marked"), weak=False)
     task_failure.connect(_failed, weak=False)
-    store: Any = get_store(app)
-    mark = store.mark_delivered
-
-    def marking(*args: Any, **kwargs: Any) -> Any:
-        crash("marking")
-        return mark(*args, **kwargs)
-
-    store.mark_delivered = marking
+    task_postrun.connect(lambda **_: meet("acking"), weak=False)
+    for name in ("conflicted", "replayed"):
+        getattr(signals, name).connect(partial(_told, name), weak=False)
+    store = get_store(app)
+    _between(store, "settle", "settling", "settled")
+    _between(store, "mark_delivered", "marking")
 
 
 def label_of(args: Any, kwargs: Any) -> str:
@@ -158,16 +174,16 @@ def _turn_to(args: Any, **_: Any) -> None:
     _label = label_of(args, {})
 
 
-def _sending(headers: Any, **_: Any) -> None:
-    if not headers["eta"]:  # else it is a message that comes back
-        crash("sending")
-
-
 def _failed(sender: Any, task_id: str, **_: Any) -> None:
     Ledger.from_env().append("failure", sender.name, task_id)
-    crash("marked")
 
 
-if CONF in os.environ:
-    app = make_app(json.loads(os.environ[CONF]))
+def _told(name: str, *, event: signals.Event, **_: Any) -> None:
+    Ledger.from_env().append(name, "", event.task_id)
+
+
+app: Celery | None = None
+
+if _wanted := wanted():
+    app = make_app(_wanted["settings"])
     _watch(app)

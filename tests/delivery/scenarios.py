@@ -11,7 +11,8 @@ from typing import Any
 
 from celery import chain, chord
 
-from tests.delivery.cells import Cell, Scenario, Steps, first_seen
+from tests.delivery.cells import Cell, Scenario, first_seen
+from tests.delivery.driving import Steps
 from tests.support.sites import Message
 
 
@@ -21,7 +22,7 @@ def while_running(cell: Cell) -> Steps:
     yield cell.runs(1)
     second = cell.publish()
     yield cell.met(second)
-    cell.open()
+    cell.end()
     yield cell.ended(first, second)
     cell.shows("While the first run is at work", second)
     assert cell.effects() == cell.starts() == 1
@@ -51,7 +52,7 @@ def _delivered_twice(cell: Cell, message: Message) -> Steps:
     cell.deliver(message)
     yield cell.met(task_id, same=True)
     assert first_seen(cell.stored(task_id)) == ["STARTED"]
-    cell.open()
+    cell.end()
     yield lambda: cell.saw(task_id, "succeeded", 2)
     cell.shows("The same message again, while it runs", task_id)
     assert cell.value(task_id)
@@ -59,7 +60,7 @@ def _delivered_twice(cell: Cell, message: Message) -> Steps:
 
 def after_completion(cell: Cell) -> Steps:
     """Another message with the key, and the very message again, when it has run."""
-    cell.open()
+    cell.end()
     message = cell.message()
     first = message.task_id
     cell.deliver(message)
@@ -77,7 +78,7 @@ def after_completion(cell: Cell) -> Steps:
 
 def after_permanent_failure(cell: Cell) -> Steps:
     """Another message with the key, when the first failed for good."""
-    cell.open()
+    cell.end()
     arguments = cell.arguments("refused")
     first = cell.publish(*arguments)
     yield cell.ended(first)
@@ -92,7 +93,7 @@ def after_permanent_failure(cell: Cell) -> Steps:
 
 def after_failure(cell: Cell) -> Steps:
     """Another message with the key, when the first failed and gave it back."""
-    cell.open()
+    cell.end()
     arguments = cell.arguments("fails once")
     first = cell.publish(*arguments)
     yield cell.ended(first)
@@ -111,7 +112,7 @@ def first_fails_meanwhile(cell: Cell) -> Steps:
     yield cell.runs(1)
     second = cell.publish(*arguments)
     yield cell.met(second)
-    cell.open()
+    cell.end()
     yield cell.ended(first, second)
     cell.shows("The first run fails while the duplicate is there", second)
     assert cell.site.result(first).state == "FAILURE"
@@ -131,7 +132,7 @@ def between_autoretries(cell: Cell) -> Steps:
 
 
 def _between(mood: str, cell: Cell) -> Steps:
-    cell.open()
+    cell.end()
     arguments = cell.arguments(mood)
     first = cell.publish(*arguments)
     yield lambda: cell.saw(first, "retried")
@@ -157,7 +158,7 @@ def child_lost(cell: Cell) -> Steps:
     os.kill(start.pid, signal.SIGKILL)
     if cell.acks == "late" or not cell.dropped:
         yield cell.runs(2)
-    cell.open()
+    cell.end()
     yield cell.ended(first, second)
     _crashed(
         cell, "The process of the first run is lost while the duplicate is there", first, second
@@ -180,7 +181,7 @@ def worker_killed(cell: Cell) -> Steps:
     yield lambda: cell.site.killed
     heading = "The whole worker is killed while the duplicate is there"
     found = cell.documented(heading)
-    cell.open()
+    cell.end()
     if found.text["runs to the end"] == "1":
         yield lambda: cell.effects()
     yield lambda: all(
@@ -246,7 +247,7 @@ def in_a_chain(cell: Cell) -> Steps:
     rest: Any = chain(cell.task.si(*cell.arguments()), cell.after()).apply_async()
     second = rest.parent.id
     yield cell.met(second)
-    cell.open()
+    cell.end()
     yield cell.ended(first, second)
     found = cell.shows("In a chain or a chord", second)
     (word,) = found.words["the rest of the chain"]
@@ -276,7 +277,7 @@ def in_a_chord(cell: Cell) -> Steps:
     body: Any = chord(header, cell.collect()).apply_async()
     second = body.parent.results[0].id
     yield cell.met(second)
-    cell.open()
+    cell.end()
     yield cell.ended(first, second)
     found = cell.shows("In a chain or a chord", second)
     word = found.words["the body of the chord"][0]

@@ -1,4 +1,4 @@
-"""A worker whose broker, followers and processes can be broken, for many tests, each with labels of its own."""
+"""A stand for histories: a worker whose broker, store and processes can be broken, each for one history alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import redis
 from celery.result import AsyncResult
@@ -17,8 +19,9 @@ from kombu import Connection, Queue
 
 from celery_idempotent import Record, get_store
 from celery_idempotent.celery.delivery import identify_delivery
-from tests.delivery.histories_app import CONF, make_app
-from tests.support.apps import close_app
+from tests.delivery import histories_app
+from tests.support import sites
+from tests.support.apps import environment
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis, RabbitMQ, embedded_redis
@@ -26,62 +29,43 @@ from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
-PATIENCE = 40
+PATIENCE = 60
 
 
-class Stand:
-    """One app; its workers reach the broker through ``proxy``, this process does not."""
+@dataclass
+class Stand(sites.Site):
+    """One app; its workers reach broker and store by proxies, this process does not."""
 
-    def __init__(
-        self,
-        broker: str,
-        directory: Path,
-        server: EmbeddedRedis,
-        proxy: Proxy,
-        conf: dict[str, Any],
-        through: str,
-        pool: str,
-        concurrency: int,
-    ) -> None:
-        self.broker, self.directory, self.server, self.proxy = broker, directory, server, proxy
-        self.ledger = Ledger(directory / "ledger.jsonl")
-        self.conf = conf
-        self.app = make_app(conf)
-        self.redis = redis.Redis.from_url(server.url(1))
-        env = {
-            CONF: json.dumps({**conf, "broker_url": through}),
-            LEDGER_VARIABLE: str(self.ledger.path),
-        }
-        self.worker = Worker(
-            "tests.delivery.histories_app",
-            directory=directory,
-            name=f"{broker}.{pool}",
-            env=env,
-            pool=pool,
-            concurrency=concurrency,
-        )
+    module: ClassVar[Any] = histories_app
 
-        self._stop = threading.Event()
+    server: EmbeddedRedis
+    to_broker: Proxy
+    to_store: Proxy
+    lead: Worker
+    #: The alias of the database whose outbox this process stages in.
+    outbox: str = ""
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Start the worker, and start it again whenever it ends, as a supervisor does."""
-        self.worker.start()
+        self.lead.start()
         self._supervisor.start()
 
     def _supervise(self) -> None:
         while not self._stop.wait(0.1):
-            if not self.worker.running:
+            if not self.lead.running:
                 with contextlib.suppress(AssertionError):
-                    self.worker.start(ready=False)
+                    self.lead.start(ready=False)
 
     def close(self) -> None:
         self._stop.set()
         if self._supervisor.ident is not None:
             self._supervisor.join()
-        self.worker.kill()
-        close_app(self.app)
-        self.redis.close()
+        self.lead.kill()
+        super().close()
 
     # -- canvases ------------------------------------------------------------------------------------------------------
 
@@ -96,59 +80,43 @@ class Stand:
 
     # -- breaking ------------------------------------------------------------------------------------------------------
 
+    def file(self, kind: str, label: str) -> Path:
+        return self.ledger.path.parent / f"{kind}-{label.replace('/', '.')}"
+
+    def plan(self, fault: str, point: str, label: str) -> None:
+        """Let the next process that comes to ``point`` of the work on ``label`` meet this fault."""
+        self.file(f"{fault}-{point}", label).touch()
+
+    def met(self, fault: str, point: str, label: str) -> int:
+        return self.ledger.count(fault, f"{point} {label}")
+
     def close_gate(self, label: str) -> None:
-        self._file("closed", label).touch()
+        self.file("closed", label).touch()
 
     def open_gate(self, label: str) -> None:
-        self._file("closed", label).unlink()
+        self.file("closed", label).unlink(missing_ok=True)
 
-    def crash(self, point: str, label: str) -> None:
-        """Let the next process that comes to ``point`` of the work on ``label`` die there."""
-        self._file(f"crash-{point}", label).touch()
-
-    def crashed(self, point: str, label: str) -> bool:
-        return self.ledger.count("crash", f"{point} {label}") > 0
-
-    def _file(self, kind: str, label: str) -> Path:
-        return self.directory / f"{kind}-{label.replace('/', '.')}"
+    def refuse(self, queue: str, *, refused: bool = True) -> None:
+        """Have the broker take nothing for a queue, or take it again."""
+        if self.broker == "redis":
+            with redis.Redis.from_url(self.settings["broker_url"]) as client:
+                client.set(queue, "not a list") if refused else client.delete(queue)
+            return
+        with Connection(self.settings["broker_url"]) as connection:
+            channel: Any = connection.channel()
+            if refused:  # to declare it as it is not is refused
+                Queue(queue, durable=False, auto_delete=False)(channel).declare()
+            else:
+                channel.queue_delete(queue)
+                self.app.amqp.queues[queue](channel).declare()
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[str]:
         """Give a queue that the broker takes nothing for, as long as this lasts."""
-        name = f"aside.{uuid.uuid4().hex}"
-        if self.broker == "redis":
-            client = redis.Redis.from_url(self.server.url(0))
-            client.set(name, "not a list")
-            yield name
-            client.delete(name)
-            client.close()
-        else:
-            # Another one of this name: to declare it as it is not is refused.
-            self._declare(Queue(name, durable=False, auto_delete=False))
-            yield name
-            with Connection(self.conf["broker_url"]) as connection:
-                channel: Any = connection.channel()
-                channel.queue_delete(name)
-            self._declare(self.app.amqp.queues[name])
-
-    def _declare(self, queue: Any) -> None:
-        with Connection(self.conf["broker_url"]) as connection:
-            queue(connection.channel()).declare()
-
-    def arrived(self, queue: str, count: int = 1) -> list[str]:
-        """Wait for messages in a queue where nobody listens; return their task ids."""
-        found: list[str] = []
-        with Connection(self.conf["broker_url"]) as connection:
-            bound: Any = self.app.amqp.queues[queue].bind(connection.channel())
-
-            def take() -> bool:
-                message = bound.get(no_ack=True)
-                if message is not None:
-                    found.append(message.headers["id"])
-                return len(found) >= count
-
-            wait_for(take, PATIENCE, lambda: f"{count} messages, are {found}\n{self.worker.tail()}")
-        return found
+        queue = self.new_queue()
+        self.refuse(queue)
+        yield queue
+        self.refuse(queue, refused=False)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -164,42 +132,43 @@ class Stand:
         wait_for(
             lambda: self.effects(key).keys() == wanted.keys(),
             PATIENCE,
-            lambda: f"{wanted}, is {self.effects(key)}\n{self.worker.tail()}",
+            lambda: f"{wanted}, is {self.effects(key)}\n{self.lead.tail()}",
         )
         assert self.effects(key) == wanted
 
-    def record(self, result: AsyncResult[Any]) -> Record:
-        """Return the record of a step that ran, late or early, or of one that fails for good."""
-        found = (self.find(name, result) for name in ("step", "step_early", "refuse"))
-        record = next(filter(None, found), None)
-        assert record is not None, f"no record of {result.id}"
-        return record
-
-    def find(self, name: str, result: AsyncResult[Any]) -> Record | None:
+    def find(self, name: str, task_id: str) -> Record | None:
         """Return the record of a run of this task, if it has one."""
         task: Any = self.app.tasks[name]
-        identity = identify_delivery(task._definition, {}, (), {}, task_id=result.id).identity
+        identity = identify_delivery(task._definition, {}, (), {}, task_id=task_id).identity
         return get_store(self.app).get(identity)
+
+    def ended(self, result: AsyncResult[Any]) -> bool:
+        return result.state in ("SUCCESS", "FAILURE")
 
     def failures(self, result: AsyncResult[Any]) -> int:
         return self.ledger.count("failure", task_id=result.id)
 
+    def arrived(self, queue: str) -> bool:
+        """Take a message from a queue where nobody listens; return whether there was one."""
+        with Connection(self.settings["broker_url"]) as connection:
+            bound: Any = self.app.amqp.queues[queue].bind(connection.channel())
+            return bound.get(no_ack=True) is not None
+
     def waiting(self) -> int:
         """Return how many messages are in the queue, or given to somebody."""
-        queue = self.conf["task_default_queue"]
         if self.broker == "redis":
-            with redis.Redis.from_url(self.server.url(0)) as client:
-                return int(client.llen(queue)) + int(client.hlen("unacked"))
-        with Connection(self.conf["broker_url"]) as connection:
-            bound: Any = self.app.amqp.queues[queue].bind(connection.channel())
+            with redis.Redis.from_url(self.settings["broker_url"]) as client:
+                return int(client.llen(self.queue)) + int(client.hlen("unacked"))
+        with Connection(self.settings["broker_url"]) as connection:
+            bound: Any = self.app.amqp.queues[self.queue].bind(connection.channel())
             return int(bound.queue_declare(passive=True).message_count)
 
-    def says(self, line: str, since: int) -> None:
+    def says(self, line: str, since: int = 0) -> None:
         """Wait until the worker writes this."""
         wait_for(
-            lambda: line in self.worker.log[since:],
+            lambda: line in self.lead.log[since:],
             PATIENCE,
-            lambda: f"{line}\n{self.worker.tail()}",
+            lambda: f"{line}\n{self.lead.tail()}",
         )
 
 
@@ -211,38 +180,94 @@ def open_stand(
     *,
     pool: str = "prefork",
     concurrency: int = 2,
-    **conf: Any,
+    outbox: bool = False,
+    **more: Any,
 ) -> Iterator[Stand]:
-    """Open a stand: a Redis of its own for records and results (and messages), a proxy before the broker, a worker."""
-    kept = {"appendfsync": "always"}
-    with embedded_redis(persistent=True, options=kept) as server:
-        if rabbitmq is None:
-            proxy = Proxy("127.0.0.1", server.port)
-            url, through = server.url(0), proxy.url(0)
-            options: dict[str, Any] = IMPATIENT
-        else:
-            parts = rabbitmq.url.split("@")
-            host, port = parts[1].split("/")[0].split(":")
-            proxy = Proxy(host, int(port))
-            url, through = (
-                rabbitmq.url,
-                rabbitmq.url.replace(f"{host}:{port}", f"127.0.0.1:{proxy.port}"),
-            )
-            options = {"confirm_publish": True}
-        queue = rabbitmq.queue() if rabbitmq else f"queue.{uuid.uuid4().hex}"
-        conf = {
+    """Open a stand: a Redis of its own for records and results (and messages), and a worker behind proxies."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            embedded_redis(persistent=True, options={"appendfsync": "always"})
+        )
+        url = rabbitmq.url if rabbitmq else server.url(0)
+        address = urlsplit(url)
+        to_broker = stack.enter_context(
+            Proxy(address.hostname or "127.0.0.1", address.port or 5672)
+        )
+        to_store = stack.enter_context(Proxy("127.0.0.1", server.port))
+        settings = {
             "broker_url": url,
-            "broker_transport_options": options,
-            "task_default_queue": queue,
+            "broker_transport_options": {"confirm_publish": True} if rabbitmq else IMPATIENT,
+            "broker_connection_retry_on_startup": True,
+            "broker_connection_timeout": 2,
+            "task_default_queue": rabbitmq.queue() if rabbitmq else f"queue.{uuid.uuid4().hex}",
+            # Not as long as an outage lasts, but known.
+            "task_publish_retry_policy": {"max_retries": 1, "interval_start": 0.1},
+            "worker_prefetch_multiplier": 1,
             "result_backend": f"tests.delivery.histories_app:Backend+{server.url(1)}",
             "idempotency_store": server.url(2),
-            **conf,
+            "idempotency_sweep_interval": None,
+            "idempotency_lease": 30,
+            "longest_pause": 2.0,
+            **more,
         }
+        behind = {"idempotency_store": to_store.url(2)} if "idempotency_store" not in more else {}
+        env: dict[str, str] = {}
+        if outbox:
+            alias, env = stack.enter_context(_database(directory))
+            settings["idempotency_store"] = f"django://{alias}"
+            behind = {"idempotency_store": "django://"}
+        netloc = f"{address.netloc.rpartition('@')[0]}@127.0.0.1:{to_broker.port}".lstrip("@")
+        behind["broker_url"] = address._replace(netloc=netloc).geturl()
+        ledger = Ledger(directory / "ledger.jsonl")
+        lead = Worker(
+            "tests.delivery.histories_app",
+            directory=directory,
+            name=f"{broker}.{pool}",
+            env={
+                **environment({**settings, **behind}),
+                LEDGER_VARIABLE: str(ledger.path),
+                **env,
+            },
+            pool=pool,
+            concurrency=concurrency,
+        )
+        stand = Stand(
+            broker=broker,
+            settings=settings,
+            ledger=ledger,
+            app=histories_app.make_app(settings),
+            redis=redis.Redis.from_url(server.url(1)),
+            new_queue=rabbitmq.queue if rabbitmq else lambda: f"aside.{uuid.uuid4().hex}",
+            start=lead.start,
+            server=server,
+            to_broker=to_broker,
+            to_store=to_store,
+            lead=lead,
+            outbox=alias if outbox else "",
+        )
+        stack.callback(stand.close)
+        stand.begin()
+        yield stand
 
-        with proxy:
-            stand = Stand(broker, directory, server, proxy, conf, through, pool, concurrency)
-            try:
-                stand.start()
-                yield stand
-            finally:
-                stand.close()
+
+@contextlib.contextmanager
+def _database(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Give the alias of a new database on PostgreSQL, and the environment that makes it a worker's default."""
+    from tests.sql import databases
+
+    with (
+        databases.ready(directory),
+        databases.database("postgresql", directory) as settings,
+    ):
+        alias = databases.add_alias("histories", settings)
+        databases.migrate(alias)
+        try:
+            yield (
+                alias,
+                {
+                    "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
+                    "ATOMIC_DATABASES": json.dumps({"default": settings}),
+                },
+            )
+        finally:
+            databases.drop_alias(alias)
