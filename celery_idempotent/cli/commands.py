@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ _MANY = [
 ]
 
 #: The columns of a list; --columns has any field of --json as well.
-_COLUMNS = ("key", "task", "scope", "state", "changed", "crashes", "worker", "error")
+_COLUMNS = ("key", "task", "scope", "state", "changed", "error", "crashes", "worker")
 #: The most records of a page.
 _PAGE = 500
 #: The seconds between two drawings of a list.
@@ -144,56 +145,52 @@ def _write_story(told: story.Story) -> None:
             _paragraph(each, indent="  - ")
 
 
-def _write_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, err: bool = False) -> None:
-    """Write a table: in columns that fit a terminal, with tabs into a pipe."""
-    lines = ([cell or "-" for cell in line] for line in chain([head], rows))
+def _write_table(
+    rows: Iterable[Mapping[str, object]], names: Sequence[str], *, err: bool = False
+) -> None:
+    """Write JSON lines, or the named fields as a table: in columns that fit a terminal, with tabs into a pipe."""
+    if _wants_json() and not err:
+        for row in rows:
+            _write(row)
+        return
+
+    def cells(row: Mapping[str, object]) -> list[str]:
+        if unknown := [each for each in names if each not in row]:
+            raise click.UsageError(f"{unknown[0]} is no column: choose from {', '.join(row)}.")
+        return [str(row[each] or "-") for each in names]
+
+    lines = chain([[each.upper() for each in names]], map(cells, rows))
     if not sys.stdout.isatty():
         for line in lines:
             click.echo("\t".join(line), err=err)
         return
     first = list(islice(lines, 500))  # which decide the widths; of the others none is kept
     widths = [max(map(len, column)) for column in zip(*first, strict=True)]
-    room = shutil.get_terminal_size((80, 24)).columns - 2 * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > 3:
-        # The first one last: it is a key, which one copies.
-        widths[max(range(len(widths)), key=lambda at: widths[at] - (0 if at else 30))] -= 1
+    room = shutil.get_terminal_size((80, 24)).columns
     for line in chain(first, lines):
-        cut = (
-            cell if len(cell) <= width else f"{cell[: width - 1]}…"
-            for cell, width in zip(line, widths, strict=True)
-        )
-        click.echo("  ".join(map(str.ljust, cut, widths)).rstrip(), err=err)
+        text = "  ".join(map(str.ljust, line, widths)).rstrip()
+        click.echo(text if len(text) <= room else f"{text[: room - 1]}…", err=err)
 
 
 def _write_records(
     app: Celery,
     records: Iterable[Record],
     now_ms: int,
-    columns: Sequence[str] = (),
+    columns: Sequence[str] = _COLUMNS,
     *,
     err: bool = False,
 ) -> None:
-    """Write records as a table, or as JSON lines, while they are found."""
-    plain = _wants_json() and not err
+    """Write records while they are found."""
 
     def fields(record: Record) -> dict[str, object]:
         about = _object_of(app, record, now_ms)
-        if not plain:
+        if err or not _wants_json():
             about["changed"] = story.ago(record.updated_ms, now_ms)
             about["state"] = record.state.value + ", stale" * bool(about["stale"])
             about["worker"] = record.worker.partition("/")[0]
-        names = columns or (about if plain else _COLUMNS)
-        if unknown := [each for each in names if each not in about]:
-            raise click.UsageError(f"{unknown[0]} is no column: choose from {', '.join(about)}.")
-        return {name: about[name] for name in names}
+        return about
 
-    found = map(fields, records)
-    if plain:
-        for about in found:
-            _write(about)
-    else:
-        head = [each.upper() for each in columns or _COLUMNS]
-        _write_table(head, ([str(cell or "") for cell in each.values()] for each in found), err=err)
+    _write_table(map(fields, records), columns, err=err)
 
 
 def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
@@ -259,18 +256,19 @@ def _selected(
         Option(
             ["--columns"],
             metavar="NAMES",
-            help=f"Instead of {','.join(_COLUMNS)}: these, or other fields of --json.",
+            default=",".join(_COLUMNS),
+            show_default=True,
+            help="Other fields are those of --json.",
         ),
         _flag(["--watch"], help="List them anew every two seconds, until Ctrl+C."),
     ],
 )
-def _list(app: Celery, limit: int, columns: str | None, watch: bool, **given: Any) -> None:
+def _list(app: Celery, limit: int, columns: str, watch: bool, **given: Any) -> None:
     """List records: the unfinished and the failed ones, or those of a --state.
 
     COMPLETED records have no index: to list them (--key, --scope, --state any), every key is read until --limit is
-    reached. On a terminal long cells are cut; into a pipe they are whole, with tabs between.
+    reached. A terminal's edge cuts the lines; a pipe gets whole ones, with tabs between.
     """
-    chosen = columns.split(",") if columns else ()
     with suppress(KeyboardInterrupt):
         while True:
             if watch and sys.stdout.isatty():
@@ -279,7 +277,7 @@ def _list(app: Celery, limit: int, columns: str | None, watch: bool, **given: An
             found = _selected(app, limit, whole={State.FAILED}, **given)
             if first := next(found, None):
                 now_ms = get_store(app).now_ms()
-                _write_records(app, chain([first], found), now_ms, chosen)
+                _write_records(app, chain([first], found), now_ms, columns.split(","))
             else:
                 _note("No such records. COMPLETED ones are listed with --state COMPLETED.")
             if not watch:
@@ -383,46 +381,50 @@ def _stats(app: Celery, task: str | None, hours: int) -> None:
     numbers = {name: getattr(stats, name) for name in ("live", "stale", "interrupted", "failed")}
     states = ", ".join(f"{number:,} {name}" for name, number in numbers.items())
     about = {**numbers, "last_sweep": story.iso(stats.swept_ms), "hours": hours, "outcomes": counts}
-    _, sweeps = story.sweeps_of(app, store, stats)
+    about |= {"outbox": stats.outbox, "outbox_ms": stats.outbox_ms}
+    sweeps = story.sweeps_of(app, store, stats)[1]
+    if stats.outbox:
+        waits = story.time_in_words(stats.outbox_ms or 0)
+        sweeps += f" {stats.outbox:,} in the outbox, the oldest for {waits}."
     _write(about, f"{states}. COMPLETED records are not counted. {sweeps}")
     if not counts:
         _note(f"No outcomes in the last {hours} h.")
     elif not _wants_json():
         _paragraph(f"In the last {hours} h:")
         rows = [
-            [name, *(f"{sum(of[each] for each in series):,}" for series in story.SERIES.values())]
+            {"task": name}
+            | {each: f"{sum(of[n] for n in names):,}" for each, names in story.SERIES.items()}
             for name, of in sorted(counts.items())
         ]
-        _write_table(["TASK", *map(str.upper, story.SERIES)], rows)
+        _write_table(rows, ["task", *story.SERIES])
 
 
-_REQUEST = [
+_WHO = Option(
+    ["--who"],
+    default=lambda: os.environ.get("USER") or f"uid {os.getuid()}",
+    metavar="NAME",
+    help="Who does it. Default: this machine's account.",
+)
+
+_ON_ONE = [
+    Argument(["one"], required=False, metavar="KEY"),
+    *_ONE,
     Option(["--reason"], default="", metavar="TEXT", help="Why: for log, event and record."),
-    Option(
-        ["--who"],
-        default=lambda: os.environ.get("USER") or f"uid {os.getuid()}",
-        metavar="NAME",
-        help="Who does it. Default: this machine's account.",
-    ),
+    _WHO,
     _flag(["--force"], help="Also with a live owner, or to replace an end; needs a --reason."),
     _flag(["--yes", "-y"], help="Do not ask."),
 ]
 
 _ON_MANY = [
-    Argument(["one"], required=False, metavar="[KEY]"),
     _flag(["--all"], help="Change all selected records instead of one KEY."),
-    *_MANY,
+    *_MANY[len(_ONE) :],
     _number(["--limit"], default=1000, help="With --all: change at most this many."),
     _flag(["--dry-run"], help="With --all: only say what would be done."),
-    *_REQUEST,
 ]
 
-_ON_ONE = [
-    Argument(["one"], metavar="KEY"),
-    *_ONE,
-    Option(["--value"], required=True, metavar="JSON", help="What the run would have returned."),
-    *_REQUEST,
-]
+_VALUE = Option(
+    ["--value"], required=True, metavar="JSON", help="What the run would have returned."
+)
 
 _HELP = """{} the record of a KEY{}.
 
@@ -523,25 +525,30 @@ def _execute(
 
 for _operation, _meaning in OPERATIONS.items():
     _example = f"{_operation} order-17 --task shop.charge --reason 'ticket 4711'"
-    _params, _also, _examples = _ON_ONE, "", [f"{_example} --value '17.50'"]
+    _params, _also, _examples = [_VALUE], "", [f"{_example} --value '17.50'"]
     if _operation in operations.ON_MANY:
         _all = f"{_operation} --all --task shop.charge --state stale --before 10m"
         _params, _also, _examples = _ON_MANY, ", or all that are selected", [_example, _all]
     _made = partial(_operate, operation=_operation)
     _made.__doc__ = _HELP.format(_operation.capitalize(), _also, _meaning.effect)
-    _command(*_examples, params=_params)(_made)
+    _command(*_examples, params=[*_ON_ONE, *_params])(_made)
 
 
 _LIMIT = _number(["--limit"], default=10_000, help="At most this many records in one step.")
 
 
-@_command("sweep", params=[_LIMIT])
-def _sweep(app: Celery, limit: int) -> None:
+@_command(
+    "sweep --now",
+    params=[_LIMIT, _flag(["--now"], help="Send all of the outbox, also what failed just before.")],
+)
+def _sweep(app: Celery, limit: int, now: bool) -> None:
     """Run one sweep now, as beat does every idempotency_sweep_interval.
 
     Stale records are interrupted, failed or requeued, as their tasks say; records past their retention are deleted; the
-    outbox is sent. Other sweeps may run at the same time.
+    outbox is sent, and why a message stays is written to standard error. Other sweeps may run at the same time.
     """
+    if now and (alias := get_store(app).outbox_alias):
+        import_module("celery_idempotent.django.outbox").wake(app, using=alias)
     counts = sweep(app, limit=limit)
     _write(counts, ", ".join(f"{name} {value}" for name, value in counts.items()) + ".")
     if counts["more"]:
@@ -595,3 +602,29 @@ def _check(app: Celery, health: bool) -> None:
             used = f"{server.memory} used (0B: no limit), maxmemory-policy {server.eviction}"
             _note(f"{server.kind} {server.version}: {used}.")
     raise Exit(max(codes, default=0))
+
+
+@_command(
+    "web --port 8600",
+    params=[
+        Option(["--host"], default="127.0.0.1", show_default=True, help="Where to listen."),
+        _number(["--port"], default=8600, type=click.IntRange(0, 65535), help="0: any free one."),
+        _flag(["--allow-operations"], help="Also operate on records, with --who in their notes."),
+        _flag(["--allow-results"], help="Also show results and errors, which may be private."),
+        _WHO,
+    ],
+)
+def _web(app: Celery, **how: Any) -> None:
+    """Serve the pages of the Django admin for an app without Django, until Ctrl+C.
+
+    Whoever has the address that it prints sees all records; by default without results and errors, and only to read.
+    """
+    try:
+        web = import_module("celery_idempotent.django.web")
+    except ImportError as error:
+        problem = f"{error}: the pages need pip install 'celery-idempotent[django]'"
+        raise click.UsageError(problem) from error
+    server, address = web.server_of(app, **how)
+    _write({"address": address}, address)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()

@@ -255,6 +255,11 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> tuple[i
     return sent, failed
 
 
+def wake(app: Celery, *, using: str) -> None:
+    """Let the next sweep send messages that rest after a failure."""
+    _rows(using).filter(app=_name_of(app), attempts__gt=0).update(due_ms=0)
+
+
 def _rows(using: str) -> QuerySet[OutboxMessage]:
     """Return all staged messages of a database, whatever its routers say."""
     from celery_idempotent.django.models import OutboxMessage  # models are made once the apps are

@@ -16,8 +16,10 @@ from urllib.parse import urlsplit, urlunsplit
 import kombu.pools
 import pytest
 from celery import chain, chord, group
+from click.testing import CliRunner
 
 from celery_idempotent.celery.sweep import sweep as whole_sweep
+from celery_idempotent.cli import idempotency
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store
@@ -137,8 +139,11 @@ class TestOnEveryDatabase:
             assert shortest < failed.due_in_ms <= longest
 
         monkeypatch.undo()
-        stage.pass_time()
-        assert stage.sweep()[0] == 1
+        obj = SimpleNamespace(app=stage.app)
+        shown = CliRunner().invoke(idempotency, ["stats"], obj=obj).stdout
+        assert "1 in the outbox, the oldest for" in shown
+        swept = CliRunner().invoke(idempotency, ["sweep", "--now"], obj=obj).stdout
+        assert "outbox_sent 1" in swept
         assert ids(stage.app) == [bad]
         assert stage.pending() == []
 
