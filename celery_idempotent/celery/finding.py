@@ -150,7 +150,7 @@ def select(
     since_ms: int | None = None,
     before_ms: int | None = None,
 ) -> Selection:
-    """Return the selection of a typed ``task``, ``scope``, ``key`` and ``state``; raise as :func:`scopes_of`."""
+    """Return the selection of typed words; raise as :func:`scopes_of`."""
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
     tasks = {each.name: each.identifier.namespace for each in definitions(app, load=True)}
     return Selection(
@@ -160,6 +160,7 @@ def select(
         namespace=tasks.get(task, task) or None,
         scopes=frozenset(scopes_of(scope) if scope else ()),
         keys=frozenset(spellings(key) if key else ()),
+        error=chosen.get("error") or "",
         since_ms=since_ms,
         before_ms=before_ms,
     )

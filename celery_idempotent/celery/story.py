@@ -6,7 +6,6 @@ import json
 import pprint
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +66,6 @@ def show_value(app: AnyCelery, record: Record) -> str:
     except Exception as error:  # noqa: BLE001  a stored value may raise anything when it is read
         return f"It cannot be read ({type(error).__name__})."
     return text[:LONGEST] + ("\n… (cut here)" if len(text) > LONGEST else "")
-
-
-def error_class(app: AnyCelery, record: Record) -> str:
-    """Return the class of a FAILED record's error, of a record with its value; else nothing."""
-    with suppress(Exception):  # a stored error may raise anything when it is read
-        return type(_load(app, record)).__name__ if record.state is State.FAILED else ""
-    return ""
 
 
 def _load(app: AnyCelery, record: Record) -> object:
@@ -246,8 +238,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     broker, redelivered = redelivery_timeout(app), "once the connection of its worker is gone"
     if broker is not None:
         redelivered = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
-    failure = error_class(app, record) if errors else ""
-    error = failure and f" with {failure}"
+    error = f" with {record.error.partition(':')[0]}" if errors and record.error else ""
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
         f"PROCESSING, but {holder} is done: its end is not recorded yet.": live and ended,

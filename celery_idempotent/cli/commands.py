@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +35,7 @@ from celery_idempotent.celery.definition import load_tasks
 from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Record, Selection, State
+from celery_idempotent.records import Record, Selection
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.fields import Unreadable
 
@@ -206,7 +206,7 @@ def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
         "stale": record.stale(now_ms),
         "namespace": identity.namespace,
         **{name: getattr(record, name) for name in same},
-        "error": story.error_class(app, record),
+        "error": record.error.partition(":")[0],  # its message may be private
         "created": story.iso(record.created_ms),
         "updated": story.iso(record.updated_ms),
         "deadline": story.iso(record.deadline_ms),
@@ -220,30 +220,22 @@ def _selection(
     now_ms = get_store(app).now_ms()
     since_ms = None if since is None else now_ms - since
     before_ms = None if before is None else now_ms - before
-    state = given.get("state") or ("FAILED" if given.get("error") else None)
-    found = finding.select(app, given | {"state": state}, since_ms=since_ms, before_ms=before_ms)
+    found = finding.select(app, given, since_ms=since_ms, before_ms=before_ms)
     if found.namespace and found.namespace not in finding.namespaces(app):
         _note(f"No task of this app is called {given['task']}: it is taken as a namespace.")
-    if state or found.keys or found.scopes:
+    if given.get("state") or found.error or found.keys or found.scopes:
         return found
     return replace(found, states=finding.UNFINISHED_AND_FAILED)
 
 
-def _selected(
-    app: Celery, limit: int, *, whole: Collection[State], **given: Any
-) -> Iterator[Record]:
-    """Yield up to ``limit`` of the selected records, those in some states ``whole``."""
-    store, error, found = get_store(app), given.get("error"), 0
-    for page in finding.pages(store, _selection(app, **given), limit=min(limit, _PAGE)):
-        wanted = [each.identity for each in page.records if each.state in whole]
-        read = {each.identity: each for each in finding.read_whole(store, wanted)}
-        for each in page.records:
-            record = read.get(each.identity, each)
-            if error in (None, story.error_class(app, record)):
-                yield record
-                if (found := found + 1) == limit:
-                    _note(f"Only the first {limit:,}: there may be more with a larger --limit.")
-                    return
+def _selected(app: Celery, limit: int, **given: Any) -> Iterator[Record]:
+    """Yield up to ``limit`` of the selected records, without the fields that lists leave out."""
+    pages = finding.pages(get_store(app), _selection(app, **given), limit=min(limit, _PAGE))
+    for at, each in enumerate(chain.from_iterable(page.records for page in pages), 1):
+        yield each
+        if at == limit:
+            _note(f"Only the first {limit:,}: there may be more with a larger --limit.")
+            return
 
 
 @_command(
@@ -274,7 +266,7 @@ def _list(app: Celery, limit: int, columns: str, watch: bool, **given: Any) -> N
             if watch and sys.stdout.isatty():
                 click.clear()
                 limit = min(limit, max(shutil.get_terminal_size().lines - 4, 1))
-            found = _selected(app, limit, whole={State.FAILED}, **given)
+            found = _selected(app, limit, **given)
             if first := next(found, None):
                 now_ms = get_store(app).now_ms()
                 _write_records(app, chain([first], found), now_ms, columns.split(","))
@@ -452,9 +444,8 @@ def _operate(app: Celery, operation: Operation, **options: Any) -> None:
             _note(story.tell_story(app, store, records[0]).headline)
             request.check(records[0])
         else:
-            # Whole: lists leave out whether there is a message. One that has changed meanwhile may come twice.
-            found = _selected(app, given.limit, whole=frozenset(State), **where, **narrow)
-            records = list({each.identity: each for each in found}.values())
+            found = _selected(app, given.limit, **where, **narrow)
+            records = finding.read_whole(store, [each.identity for each in found])
         chosen = _preview(app, request, records)
         if given.value and chosen:
             stored = story.value_from_json(app, chosen[0].identity, given.value)

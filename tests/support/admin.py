@@ -88,7 +88,10 @@ def settle(
     store: Store, record: Record, state: Any = State.COMPLETED, stored: Stored | None = None
 ) -> None:
     """Settle a claim as a worker would."""
-    assert store.settle(SettleRequest(record=record, state=state, value=stored, keep_ms=3_600_000))
+    end = SettleRequest(record=record, state=state, value=stored, keep_ms=3_600_000)
+    if state is State.FAILED and stored is not None:
+        end.error = "CardDeclined: Ada is out of money"
+    assert store.settle(end)
 
 
 def make_user(name: str, permissions: Iterable[str] = (), *, password: str | None = None) -> Any:
