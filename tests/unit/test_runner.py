@@ -272,6 +272,11 @@ class TestEndings:
 
 
 class TestPoison:
+    def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
+        claim(memory, lease_ms=1000)
+        clock.advance(1000)
+        assert execute(lambda: current_claim().crashes) == Ran(1)
+
     def crash(self, memory: MemoryStore, times: int) -> None:
         for _ in range(times):
             memory.interrupt(IDENTITY, token=claim(memory).token)
