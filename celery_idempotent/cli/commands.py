@@ -383,12 +383,15 @@ def _stats(app: Celery, task: str | None, hours: int) -> None:
         _note(f"No outcomes in the last {hours} h.")
     elif not _wants_json():
         _paragraph(f"In the last {hours} h:")
-        rows = [
-            {"task": name}
-            | {each: f"{sum(of[n] for n in names):,}" for each, names in story.SERIES.items()}
-            for name, of in sorted(counts.items())
-        ]
-        _write_table(rows, ["task", *story.SERIES])
+        _write_table(map(_row_of, sorted(counts.items())), ["task", *story.SERIES])
+
+
+def _row_of(counted: tuple[str, Counter[str]]) -> dict[str, object]:
+    """Return the sums of a task's outcomes by series; trouble and errors by name."""
+    task, of = counted
+    sums = {name: f"{sum(of[each] for each in some):,}" for name, some in story.SERIES.items()}
+    named = [each for each in of if ":" in each or each in story.SERIES["trouble"]]
+    return {"task": task, **sums, "trouble": ", ".join(f"{of[each]:,} {each}" for each in named)}
 
 
 _WHO = Option(
@@ -589,7 +592,7 @@ def _check(app: Celery, health: bool) -> None:
         _note("Nothing found.")
     codes = {UNREACHABLE if each.id == "E006" else FOUND for each in found}
     with suppress(IdempotencyError):  # there is no store, or the user may not ask
-        for server in get_store(app).facts() if UNREACHABLE not in codes else ():
+        for server in get_store(app).facts():  # which a full one tells as well
             used = f"{server.memory} used (0B: no limit), maxmemory-policy {server.eviction}"
             _note(f"{server.kind} {server.version}: {used}.")
     raise Exit(max(codes, default=0))

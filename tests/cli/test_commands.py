@@ -634,13 +634,15 @@ def test_a_store_that_fails_in_the_middle_ends_an_operation(store, run, monkeypa
 
 def test_stats_counts_records_and_outcomes(every, run, store):
     """A failure leaves no record: without the releases a task that always fails had 20 runs and no failure."""
-    store.count({(TASK, "claimed"): 20, (TASK, "released"): 20})
+    counted = {"claimed": 20, "released": 20, "released:BankDown": 20, "mismatched": 3}
+    store.count({(TASK, outcome): count for outcome, count in counted.items()})
     (line,) = lines(run("stats", "--json"))
     assert (line["stale"], line["interrupted"], line["failed"]) == (1, 1, 2)
-    assert line["outcomes"] == {TASK: {"claimed": 20, "released": 20}}
+    assert line["outcomes"] == {TASK: counted}
     head, row = [line.split("\t") for line in run("stats").stdout.splitlines()[-2:]]
     figures = dict(zip(head, row, strict=True))
     assert (figures["RUNS"], figures["RELEASES"], figures["FAILURES"]) == ("20", "20", "0")
+    assert set(figures["TROUBLE"].split(", ")) == {"20 released:BankDown", "3 mismatched"}
 
 
 def test_sweep_does_what_beat_asks_for(every, run, store):
