@@ -26,11 +26,6 @@ _NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
 _UTF_8 = ("utf-8", "surrogatepass")
 #: The content type and encoding of almost every value, which are left out.
 _USUAL_KIND = ("application/json", "utf-8")
-#: Almost every settled record has one of these lines: a task's, and a view's.
-_LINES = {
-    b"": _USUAL_KIND,
-    b'{"value":["application/http","binary"]}': ("application/http", "binary"),
-}
 Steps = Sequence[tuple[str, Stored]]
 _from_json = json.JSONDecoder().decode
 
@@ -102,7 +97,8 @@ class FieldCodec:
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
         """Return the fields in a line, without those of a newer version, and the value."""
         found: dict[str, Any] = {}
-        if (kind := _LINES.get(line)) is None:
+        kind = _USUAL_KIND
+        if line:  # almost every settled record of a task has none
             found = _from_json(line.decode(*_UTF_8))
             kind, (message, steps) = found.pop("value", _USUAL_KIND), found.pop("long", (None, ()))
             found = {name: each for name, each in found.items() if name in _NAMES}

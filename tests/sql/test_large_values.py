@@ -10,7 +10,8 @@ import redis
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import State
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import State, Stored
 from celery_idempotent.testing import deliver
 from tests.sql.databases import rows
 from tests.sql.verbs import claimed, end_of
@@ -77,6 +78,14 @@ def test_a_result_that_fits_is_kept(use_database: Callable[..., str], atomic: bo
     alias = use_database("mariadb")
     record = Shop(f"django://{alias}").pays_once(6 * MIB, idempotency_atomic=atomic)
     assert len(record.value.body) == 6 * MIB + 2
+
+
+def test_a_step_that_does_not_fit_is_refused_by_the_limit(open_store: Callable[..., DjangoStore]):
+    store = open_store("mariadb")
+    record, large = claimed(store), Stored("text/plain", "binary", b"x" * 9 * MIB)
+    with pytest.raises(StoreMisconfigured, match="bytes, more than half of the server's max_allowed"):
+        store.checkpoint(record.identity, token=record.token, name="s", value=large)
+    assert store.settle(end_of(record))
 
 
 def test_an_idle_connection_keeps_no_result(open_store: Callable[..., DjangoStore]):

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error, OperationalError
@@ -103,7 +103,7 @@ class ClaimTransaction:
         self._lease_ms = max((record.deadline_ms or 0) - record.updated_ms, 1_000)
         #: Is it within the transaction of a TestCase?
         self._nested = own.in_atomic_block
-        self._is_open = self._entered = self._lost = False
+        self._stage: Literal["", "begins", "entered"] = ""
         #: The functions that wait for the commit, if its answer was lost.
         self._waiting: list[Callable[[], object]] = []
         #: What the session had for its time-out (MariaDB, MySQL).
@@ -143,8 +143,8 @@ class ClaimTransaction:
                 raise error
             self._commit()
         except BaseException as found:
-            self._roll_back(found)
-            if self._lost and isinstance(found, Error) and not isinstance(found, OperationalError):
+            is_lost = self._roll_back(found)
+            if is_lost and isinstance(found, Error):
                 # 25P03 is an InternalError to Django: an autoretry_for of OperationalError shall see it.
                 raise SessionLost from found
             if found is not error:
@@ -153,11 +153,10 @@ class ClaimTransaction:
             self._after_commit(self.record.identity)
 
     def is_transient(self, error: Exception, *, at_end: bool) -> bool:
-        if not isinstance(error, Error):
-            return False
-        if self._lost or isinstance(error, SessionLost):
+        if isinstance(error, SessionLost):
             return True
-        return at_end and kind(error, self._own.vendor) in ("conflict", "lost")
+        is_of_database = at_end and isinstance(error, Error)
+        return is_of_database and kind(error, self._own.vendor) in ("conflict", "lost")
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
@@ -184,7 +183,7 @@ class ClaimTransaction:
 
     def _begin(self) -> None:
         """Begin, take the lock and set the time-out: one statement on PostgreSQL after the BEGIN, on MariaDB two."""
-        vendor, self._is_open = self._own.vendor, True
+        vendor, self._stage = self._own.vendor, "begins"
         if not self._nested:
             # Django leaves that of an earlier transaction there.
             self._own.rollback_exc = None  # type: ignore[attr-defined]
@@ -193,7 +192,7 @@ class ClaimTransaction:
         begins = vendor == "mysql" and not self._nested
         found = lock() if begins else []
         self._block.__enter__()
-        self._entered = True
+        self._stage = "entered"
         found = found if begins else lock()
         if not found:
             raise LeaseLost(f"the claim of {self.record.identity} is no longer ours")
@@ -278,7 +277,7 @@ class ClaimTransaction:
                 drop(own)
             raise
         finally:
-            self._is_open = False
+            self._stage = ""
             self._unlock()
 
     def committed(self) -> bool:
@@ -306,25 +305,23 @@ class ClaimTransaction:
         )
 
     def abandon(self) -> None:
-        if self._is_open and not self._nested:
-            self._is_open = False
+        if self._stage and not self._nested:
+            self._stage = ""
             drop(self._own)
 
-    def _roll_back(self, error: BaseException) -> None:
-        """Roll back, whatever state the session is in; after a strike or an error close the connection.
+    def _roll_back(self, error: BaseException) -> bool:
+        """Roll back, whatever state the session is in; say whether it was lost.
 
-        Django turns autocommit on even if its ROLLBACK failed, and that *commits* on MySQL and SQLite.
+        After a strike or an error the connection is closed: Django turns autocommit on even if its ROLLBACK failed, and
+        that *commits* on MySQL and SQLite.
         """
-        own, was_open, self._is_open = self._own, self._is_open, False
-        entered, self._entered = self._entered, False
-        if not was_open:
-            return
-        if self._nested:
-            if entered:
-                self._block.__exit__(type(error), error, error.__traceback__)
-            return
+        own, stage, self._stage = self._own, self._stage, ""
+        if self._nested and stage == "entered":
+            self._block.__exit__(type(error), error, error.__traceback__)
+        if self._nested or not stage:
+            return False
         try:
-            if own.connection is None or not entered or is_async(error):
+            if own.connection is None or stage != "entered" or is_async(error):
                 drop(own)
             else:
                 with own.wrap_database_errors:
@@ -332,11 +329,12 @@ class ClaimTransaction:
                 self._block.__exit__(type(error), error, error.__traceback__)
                 self._unlock()
         except Error:
-            self._lost = True
             drop(own)
+            return True
         except BaseException:
             drop(own)
             raise
+        return False
 
     def _unlock(self) -> None:
         """Undo what :meth:`_lock_session` did."""

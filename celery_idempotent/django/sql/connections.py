@@ -121,13 +121,13 @@ class Session:
         if self.execute(sql, params) != 1:
             raise _Changed
 
-    def takes(self, value: bytes) -> bool:
-        """Does a statement with this value fit? MySQL and MariaDB end the session of a client that sends more."""
-        if self.dialect.vendor != "mysql" or len(value) < _SMALL:
+    def takes(self, size: int) -> bool:
+        """Does a statement with such a value fit? MySQL and MariaDB end the session of a client that sends more."""
+        if self.dialect.vendor != "mysql" or size < _SMALL:
             return True
         ((most,),) = self.rows("SELECT @@max_allowed_packet")
         # A byte is two in the statement: hexadecimal digits by PyMySQL, at worst an escape by mysqlclient.
-        return 2 * len(value) + _REST_OF_STATEMENT < int(most)
+        return 2 * size + _REST_OF_STATEMENT < int(most)
 
 
 class Connections:

@@ -211,13 +211,23 @@ def _update(dialect: Dialect, row: Mapping[str, object], where: str, start: str 
 
 
 def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
-    """Return the columns of a record, without a value that the server does not take."""
-    *columns, value = column_values(stored)
-    if isinstance(value, bytes) and not session.takes(value):
+    """Return the columns of a record, without a value that the server does not take.
+
+    Raises:
+        StoreMisconfigured: if it does not take steps and message either.
+    """
+    *columns, data, value = column_values(stored)
+    kept, record = len(str(data)), stored.record
+    if isinstance(value, bytes) and not session.takes(kept + len(value)):
         problem = f"its {len(value):,} bytes are more than half of max_allowed_packet"
-        log_not_kept(stored.record.identity, stored.record.state, problem)
+        log_not_kept(record.identity, record.state, problem)
         value = None
-    return (*columns, value)
+    if not session.takes(kept):
+        raise StoreMisconfigured(
+            f"steps and message of {record.identity} take {kept:,} bytes, more than half of the server's"
+            " max_allowed_packet: raise that, or keep less in a step"
+        )
+    return (*columns, data, value)
 
 
 def _names(dialect: Dialect) -> str:

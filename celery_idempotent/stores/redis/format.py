@@ -31,7 +31,6 @@ import functools
 import re
 import struct
 import zlib
-from binascii import hexlify
 from collections.abc import Mapping
 from struct import Struct
 from typing import Any
@@ -107,8 +106,6 @@ _STATES = {STARTS[state]: state for state in State}
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _is_uuid = re.compile("[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
-#: 1 % of a replay less than slices of the digits take.
-_groups = Struct("8s4s4s4s12s").unpack
 _NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
@@ -118,10 +115,6 @@ _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_i
 def _bytes_of_uuid(task_id: str) -> bytes:
     """Return the bytes of a UUID in its usual form, none for any other text."""
     return bytes.fromhex(task_id.replace("-", "")) if _is_uuid(task_id) else b""
-
-
-def _uuid_of(packed: bytes) -> str:
-    return b"-".join(_groups(hexlify(packed))).decode()
 
 
 def pack_tail(
@@ -180,7 +173,9 @@ def unpack(
         others = _CODEC.decode(line, value if flags & _HAS_VALUE else None)
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
-            others["task_id"] = _uuid_of(task)
+            digits = task.hex()
+            parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
+            others["task_id"] = "-".join(parts)
         state, updated_ms = _STATES[start], updated_ms or created_ms  # KeyError for another version
         deadline_ms = updated_ms + delay_ms if state in LEASED else None
         times, counts = (created_ms, updated_ms, deadline_ms), (crashes, attempts)

@@ -216,11 +216,6 @@ def exchange(
         link.before_first()
     try:
         answers = link.exchange(commands, node)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                break
-        else:
-            return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
             missing = [commands[n][1:] for n in unknown]

@@ -78,12 +78,6 @@ class RedisStore(base.Store):
     def _check_layout(self) -> None:
         """Refuse all verbs beside records of another layout: none would be found, and their operations run again."""
         (number,) = exchange(self._link, [(b"GET", self._keys.layout)], first=True)
-        if number is None:
-            # The layout before 0.1 had no number, and four times the buckets; their indexes of leases never end.
-            names = (f"{self.prefix}:{{{n}}}!leases" for n in range(layout.BUCKETS, 1024))
-            looks = [(b"PTTL", name.encode()) for name in names]
-            if any(left_ms != -2 for left_ms in exchange(self._link, looks, first=True)):
-                number = b"0"
         if number not in (None, layout.LAYOUT):
             raise StoreMisconfigured(
                 f"{self._link.where} has records of layout {number.decode()} under the prefix {self.prefix}: this"
@@ -100,7 +94,7 @@ class RedisStore(base.Store):
             return self._end(request)
         identity, state = request.identity, State.QUEUED
         if verb == "claim":
-            # Written out, as in a settle: to read the names from the table takes a tenth more instructions.
+            # Written out, as in a settle: by the table both take 120 thousand instructions more, 5 % of a run.
             line = {"worker": request.worker, "on_stale": request.on_stale}
             state, delay_ms = _PROCESSING, request.lease_ms
             about = request.task_id, request.fingerprint, None, request.message
@@ -119,7 +113,7 @@ class RedisStore(base.Store):
         self._clock = now_ms, monotonic_ns()
         if verb != "claim":
             return records.Reserved(table.after(rule, None, args, now_ms, token).record)
-        # As `table.after` would make it, in half of the time; the contract compares the two, field by field.
+        # As `table.after` would make it; the contract compares the two, field by field.
         known = request.fingerprint, request.task_id, request.worker
         record = Record(identity, state, token, now_ms, now_ms, now_ms + delay_ms, 0, 1, *known)
         record.on_stale, record.message = request.on_stale, request.message
