@@ -271,6 +271,13 @@ class TestEndings:
         assert execute(never) == Replay(record, 0)
 
 
+class TestDuplicates:
+    def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
+        claim(memory, lease_ms=1000)
+        clock.advance(1000)
+        assert execute(lambda: current_claim().crashes) == Ran(1)
+
+
 class TestPoison:
     def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
         claim(memory, lease_ms=1000)
