@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from celery_idempotent.http.middleware import bearer_scope
-from celery_idempotent.http.wsgi import IdempotencyMiddleware
+from celery_idempotent.http.middleware import IdempotencyMiddleware, bearer_scope
 
 __all__ = ["IdempotencyMiddleware", "bearer_scope"]

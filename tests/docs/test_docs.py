@@ -22,7 +22,7 @@ from celery import Celery
 import celery_idempotent
 from celery_idempotent import IdempotentTask, errors, signals
 from celery_idempotent.http.answers import CONDITIONS
-from celery_idempotent.http.options import HttpOptions
+from celery_idempotent.http.guard import HttpOptions
 from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fields_by_option
 from celery_idempotent.records import State
 from docs import generated

@@ -14,7 +14,7 @@ from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 
 from celery_idempotent.django.http import idempotent_view
-from celery_idempotent.django.http.status import status
+from celery_idempotent.django.http.responses import status
 from tests.http.kinds import kinds
 from tests.http.sites import new_key
 from tests.sql import databases

@@ -17,7 +17,7 @@ from django.test import RequestFactory
 
 from celery_idempotent.django import user_scope
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
-from celery_idempotent.django.http.status import status
+from celery_idempotent.django.http.responses import status
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.redis.servers import Command, Link

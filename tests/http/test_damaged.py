@@ -13,7 +13,7 @@ from django.test import RequestFactory, override_settings
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.django.http import enqueue, idempotent_view
-from celery_idempotent.django.http.status import status
+from celery_idempotent.django.http.responses import status
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key

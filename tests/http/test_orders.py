@@ -21,7 +21,7 @@ from celery_idempotent.django.http import (
     idempotent_view,
     keyed_view,
 )
-from celery_idempotent.django.http.status import status
+from celery_idempotent.django.http.responses import status
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.http import enqueueing as core
 from celery_idempotent.protocol import lease

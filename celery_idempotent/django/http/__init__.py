@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from celery_idempotent.django.http.enqueueing import aenqueue, enqueue
 from celery_idempotent.django.http.requests import session_scope
-from celery_idempotent.django.http.responses import problem
-from celery_idempotent.django.http.status import status_url
+from celery_idempotent.django.http.responses import problem, status_url
 from celery_idempotent.django.http.views import idempotent_view, keyed_view
 
 __all__ = [

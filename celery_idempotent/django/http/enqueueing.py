@@ -16,8 +16,7 @@ from celery_idempotent.celery.delivery import copied
 from celery_idempotent.django import outbox
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.requests import DjangoExchange, caller_scope, http_options
-from celery_idempotent.django.http.responses import response_of
-from celery_idempotent.django.http.status import status_url
+from celery_idempotent.django.http.responses import response_of, status_url
 from celery_idempotent.django.transactions import first_on_commit, in_testcase
 from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.http.enqueueing import Order
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.http.enqueueing import ErrorStatus
-    from celery_idempotent.http.options import HttpOptions
+    from celery_idempotent.http.guard import HttpOptions
     from celery_idempotent.records import Identity, Record
 
 

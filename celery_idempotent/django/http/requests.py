@@ -23,8 +23,7 @@ from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import OVER_LIMIT, RequestRefused
-from celery_idempotent.http.guard import Exchange, Guard
-from celery_idempotent.http.options import HttpOptions
+from celery_idempotent.http.guard import Exchange, Guard, HttpOptions
 from celery_idempotent.keys.fingerprints import form, quote
 from celery_idempotent.protocol.options import read_options
 

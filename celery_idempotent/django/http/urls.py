@@ -10,7 +10,7 @@ from typing import Any
 from django.apps import apps
 from django.urls import re_path
 
-from celery_idempotent.django.http.status import status
+from celery_idempotent.django.http.responses import status
 
 view: Any = status
 if apps.is_installed("rest_framework"):

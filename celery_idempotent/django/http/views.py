@@ -27,8 +27,7 @@ from celery_idempotent.django.http.requests import DjangoExchange, http_options
 from celery_idempotent.django.http.responses import parts_of, refuse_returned, response_of
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.http.answers import Answer
-from celery_idempotent.http.guard import Guard
-from celery_idempotent.http.options import METHODS, RequestFunction
+from celery_idempotent.http.guard import METHODS, Guard, RequestFunction
 from celery_idempotent.records import Stored
 from celery_idempotent.stores import get_store
 
@@ -50,7 +49,7 @@ def idempotent_view(view: ViewFunction | None = None, /, **options: object) -> o
 
     ``@idempotent_view`` or ``@idempotent_view(required=False, ...)``, over a view function, a coroutine, or a method
     that handles requests (``post`` of a view class, an action of a ``ViewSet``, a function below ``@api_view``). See
-    :class:`~celery_idempotent.http.options.HttpOptions` for the options.
+    :class:`~celery_idempotent.http.guard.HttpOptions` for the options.
 
     Raises:
         InvalidOption: for an unknown option, a bad value, or a view class.
