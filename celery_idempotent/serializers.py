@@ -109,10 +109,9 @@ class Serializer:
         except SerializerNotInstalled:
             problem = f"A stored value is {name!r}, whose package is not installed here."
             raise StoreMisconfigured(problem) from None
-        except DecodeError as error:
-            cause = type(error.__cause__ or error.__context__ or error).__name__
         except Exception as error:  # noqa: BLE001  what a hook of kombu's JSON raises
-            cause = type(error).__name__
+            wrapped = isinstance(error, DecodeError) and (error.__cause__ or error.__context__)
+            cause = type(wrapped or error).__name__
         raise ResultUnavailable(f"A stored value of type {name} cannot be read ({cause}).")
 
 

@@ -65,14 +65,15 @@ def _current_id() -> str | None:
     return getattr(getattr(get_current_task(), "request", None), "id", None)
 
 
-class _OfReplays(type):
-    def __instancecheck__(cls, error: object) -> bool:
+class _Replayed:
+    """Of ``throws``: any stored error, in the duplicate that raises it. The first call logged it as an error."""
+
+    def __instancecheck__(self, error: object) -> bool:
         by = getattr(error, "idempotency_replayed", False)
         return by and by == _current_id()
 
 
-class Replayed(Exception, metaclass=_OfReplays):
-    """Any stored error, in the duplicate that raises it: the first call logged it as an error."""
+REPLAYED = _Replayed()
 
 
 class Delivery(republish.DeliveredRun):

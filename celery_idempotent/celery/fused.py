@@ -44,13 +44,6 @@ _LARGEST = 1024 * 1024
 _PREFIX = "idempotency_prefix"
 
 
-def _prefix_of(backend: Any, store: Store) -> bytes | None:
-    if not (_is_plain(backend) and store.stores_results_of(backend.client.connection_pool)):
-        return None
-    prefix: bytes = backend.get_key_for_task("id")[:-2]
-    return prefix
-
-
 def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) -> ResultWrite | None:
     """Return the write of this request's result, whose ``value`` is the record's; ``None``: it is left to Celery."""
     if value is None or value.content_type != JSON or len(value.body) > _LARGEST:
@@ -63,7 +56,8 @@ def write_of(task: AnyTask, request: Any, store: Store, value: Stored | None) ->
     backend: Any = task.backend
     known, prefix = vars(backend).get(_PREFIX, (None, None))
     if known is not store:
-        prefix = _prefix_of(backend, store)
+        fits = _is_plain(backend) and store.stores_results_of(backend.client.connection_pool)
+        prefix = backend.get_key_for_task("id")[:-2] if fits else None
         vars(backend)[_PREFIX] = store, prefix
     if prefix is None or _is_ignored(task, request):
         return None

@@ -72,6 +72,8 @@ UNFINISHED = (CoroutineType, GeneratorType)
 
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
+#: A time that is over: the store is asked once.
+ONCE: Final = 0.0
 #: How long at least the end of a task is kept whose message was sent more than once.
 COPIES_MS = 24 * 3_600_000
 
@@ -313,7 +315,7 @@ def refuse_unfinished(run: Run, value: Any) -> None:
 
 
 def _ask(run: Run, until: float, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the answer of a verb; without one ask again ``until`` then, a process that is ending once, at once."""
+    """Return the answer of a verb, asked again ``until`` then; of a process that is ending once more, at once."""
     failures = 0
     while True:
         try:
@@ -331,7 +333,7 @@ def _ask(run: Run, until: float, verb: Callable[P, T], *args: P.args, **kwargs: 
                 raise
             failures += 1
             if run.shield.ending:
-                until = 0.0
+                until = ONCE
             else:
                 run.shield.pause(min(backoff.seconds(failures), left))
         else:
@@ -356,7 +358,7 @@ def _claim(run: Run) -> Answer | errors.StoreUnavailable | errors.StoreMisconfig
         policy.each_runs,
     )
     run.renewed_at = time.monotonic()
-    until = 0.0 if observed else run.renewed_at + CLAIM_SECONDS
+    until = ONCE if observed else run.renewed_at + CLAIM_SECONDS
     try:
         run.store = run.store or run.open_store()  # type: ignore[truthy-bool]  # None at first
         return _ask(run, until, run.store.claim, request)
@@ -448,7 +450,7 @@ def _settle(run: Run, end: SettleRequest, failure: BaseException | None = None) 
     observed = run.policy.mode == "observe"
     try:
         try:
-            written = _ask(run, 0.0, run.write_end, end)
+            written = _ask(run, ONCE, run.write_end, end)
         except Exception:
             if observed:
                 raise
@@ -523,7 +525,7 @@ def _write_alone(run: Run, end: SettleRequest) -> bool:
             report(run, signals.settle_failed, run.record, error=error)
 
     if run.shield.ending:
-        return _ask(run, 0.0, write)
+        return _ask(run, ONCE, write)
     lease_s = run.policy.lease_ms / 1000
     run.shield.pause(min(backoff.seconds(1), lease_s))
     if run.settle_seconds >= lease_s:
@@ -585,7 +587,7 @@ def give_back(
     was_closed, run.shield.closed = run.shield.closed, True
     run.phase = RELEASED
     ends_process = error is not None and not isinstance(error, Exception)
-    until = 0.0 if ends_process else time.monotonic() + RELEASE_SECONDS
+    until = ONCE if ends_process else time.monotonic() + RELEASE_SECONDS
     free = partial(run.store.release, run.identity, token=run.token, requeue_ms=requeue_ms)
     try:
         released = _ask(run, until, free)

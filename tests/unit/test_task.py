@@ -32,7 +32,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery.callbacks import OUTCOME
-from celery_idempotent.celery.delivery import Replayed
+from celery_idempotent.celery.delivery import REPLAYED
 from celery_idempotent.celery.publishing import lost_after_ms
 from celery_idempotent.celery.task import make_store
 from celery_idempotent.protocol import shield
@@ -505,8 +505,10 @@ class TestConflicts:
     def test_what_is_expected_is_logged_without_a_traceback(
         self, app, store, published, runs, caplog
     ):
-        task = self.raising(app, throws=(KeyError,))
-        assert task.throws == (KeyError, FingerprintMismatch, InProgress, Replayed)
+        @ours(app, idempotency_key="key", idempotency_on_conflict="raise", throws=(KeyError,))
+        def task(key: str) -> None: ...
+
+        assert task.throws == (KeyError, FingerprintMismatch, InProgress, REPLAYED)
         hold(store, "k", "t")
         with caplog.at_level("INFO", "celery.app.trace"):
             deliver(app, send(published, task, "k"))
@@ -530,12 +532,6 @@ class TestConflicts:
         deliver(app, duplicate)
         assert published[-1] is duplicate
         assert app.AsyncResult(duplicate.id).state == "IGNORED"
-
-    def raising(self, app: Celery, **options: Any) -> Any:
-        @ours(app, idempotency_key="key", idempotency_on_conflict="raise", **options)
-        def task(key: str) -> None: ...
-
-        return task
 
 
 def eta_in(message: SimpleNamespace) -> float:
