@@ -46,37 +46,30 @@ def marks(sig: Any) -> Any:
     return read_stamp(options.get("headers") or {}, options["task_id"]).get(RUN)
 
 
-def test_the_last_step_of_a_chain_of_ours_is_marked(app, published):
-    result = chain(app.signature("ours"), app.signature("ours")).apply_async()
-    assert marks(published[0][0]) == result.parent.id
+@pytest.mark.parametrize(
+    ("head", "last", "marked"),
+    [
+        ("ours", "ours", True),
+        ("ours", "theirs", False),
+        ("theirs", "theirs", False),
+        ("ours", "elsewhere", True),  # it may be ours where it runs
+    ],
+)
+def test_the_last_step_of_a_chain_is_marked_if_it_may_be_ours(app, published, head, last, marked):
+    result = chain(app.signature(head), app.signature(last)).apply_async()
+    step = published[0][0]
+    assert type(step) is Signature
+    assert marks(step) == (result.parent.id if marked else None)
+    assert marked or "headers" not in step["options"]
 
 
-def test_the_marked_step_has_celerys_own_type(app, published):
+@pytest.mark.parametrize(("body", "marked"), [("ours", True), ("theirs", False)])
+def test_so_is_the_body_of_a_chord_at_the_end(app, published, body, marked):
     app.conf.result_backend = "cache+memory://"
     ours = app.signature("ours")
-    chain(ours, ours).apply_async()
-    chain(ours, chord([ours, ours], ours, app=app)).apply_async()
-    assert [type(steps[0]) for steps in published[:2]] == [Signature, chord]
-
-
-@pytest.mark.parametrize("head", ["ours", "theirs"])
-def test_a_step_of_celerys_own_class_is_left_alone(app, published, head):
-    chain(app.signature(head), app.signature("theirs")).apply_async()
-    assert "headers" not in published[0][0]["options"]
-
-
-def test_so_is_the_body_of_a_chord_at_the_end(app, published):
-    app.conf.result_backend = "cache+memory://"
-    for name, marked in {"ours": True, "theirs": False}.items():
-        last = chord([app.signature("ours"), app.signature("ours")], app.signature(name), app=app)
-        chain(app.signature("ours"), last).apply_async()
-        assert bool(marks(published[-1][0]["kwargs"]["body"])) is marked
-
-
-def test_a_step_that_is_not_known_here_is_marked(app, published):
-    """It may be ours where it runs."""
-    result = chain(app.signature("ours"), app.signature("elsewhere")).apply_async()
-    assert marks(published[0][0]) == result.parent.id
+    chain(ours, chord([ours, ours], app.signature(body), app=app)).apply_async()
+    assert type(published[0][0]) is chord
+    assert bool(marks(published[0][0]["kwargs"]["body"])) is marked
 
 
 def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from celery import Celery, Task
 from celery.schedules import crontab
-from celery.signals import task_prerun
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
@@ -103,25 +102,11 @@ class TestRegistration:
                     TenantTask, name="TenantTask", attribute="_app", abstract=True
                 )
 
-        app = TenantApp("t", broker="memory://", backend="cache+memory://", set_as_current=False)
+        app = TenantApp("t", broker="memory://", set_as_current=False)
         app.conf.idempotency_store = "memory://"
-
-        @app.task(name="work", base=IdempotentTask, shared=False)
-        def work() -> None: ...
-
-        asked: list[str] = []
-
-        def switch(task: Any, **_: Any) -> None:
-            if task.app is app:
-                asked.append(task.tenant())
-
+        define(app)
         app.finalize()
-        task_prerun.connect(switch)
-        try:
-            app.tasks[SWEEP].apply().get()
-        finally:
-            task_prerun.disconnect(switch)
-        assert asked == ["public"]
+        assert app.tasks[SWEEP].tenant() == "public"
 
 
 class TestSchedule:
