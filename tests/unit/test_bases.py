@@ -115,14 +115,8 @@ def task(app: Any, order: Callable[[Any], Any]) -> Any:
 
 def deliver(task: Any, *args: Any, task_id: str = "message", retries: int = 0) -> Any:
     """Run a message as a worker's child does; return its result."""
-    request = {
-        "id": task_id,
-        "args": args,
-        "kwargs": {},
-        "retries": retries,
-        "delivery_info": {},
-        "is_eager": False,
-    }
+    request = {"id": task_id, "args": args, "kwargs": {}, "retries": retries}
+    request |= {"delivery_info": {}, "is_eager": False}
     outcome = trace.build_tracer(task.name, task, app=task.app)(task_id, list(args), {}, request)
     return outcome.info.retval if outcome.info else outcome.retval
 

@@ -61,24 +61,12 @@ def published() -> Iterator[Published]:
     """Every message that was published, as it went out."""
     seen: Published = []
 
-    def note(
-        sender: Any = None, headers: Any = None, body: Any = None, properties: Any = None, **_: Any
-    ) -> None:
-        args, kwargs, embed = body
-        seen.append(
-            SimpleNamespace(
-                task=sender,
-                id=headers["id"],
-                headers=dict(headers),
-                stamp=headers.get("idempotency"),
-                args=args,
-                kwargs=kwargs,
-                embed=embed,
-                properties=dict(properties),
-                retries=headers["retries"],
-                at=datetime.now(timezone.utc),
-            )
-        )
+    def note(sender: str, headers: Any, body: Any, properties: Any, **_: Any) -> None:
+        about = {"task": sender, "headers": dict(headers), "stamp": headers.get("idempotency")}
+        about |= {name: headers[name] for name in ("id", "retries")}
+        about |= dict(zip(("args", "kwargs", "embed"), body, strict=True))
+        at = datetime.now(timezone.utc)
+        seen.append(SimpleNamespace(**about, properties=dict(properties), at=at))
 
     before_task_publish.connect(note, weak=False)
     yield seen
@@ -97,20 +85,10 @@ def charge(app: Celery, runs: list[Any]) -> Any:
 
 def deliver(app: Celery, message: SimpleNamespace, *, redelivered: bool = False) -> Any:
     """Have a message run as a worker's child runs it; return what the tracer says."""
-    task = app.tasks[message.task]
-    request = {
-        **message.headers,
-        **message.embed,
-        "args": message.args,
-        "kwargs": message.kwargs,
-        "properties": message.properties,
-        "delivery_info": {
-            "redelivered": redelivered,
-            "priority": message.properties.get("priority"),
-        },
-        "hostname": "here",
-        "is_eager": False,
-    }
+    task, request = app.tasks[message.task], {**message.headers, **message.embed}
+    info = {"redelivered": redelivered, "priority": message.properties.get("priority")}
+    request |= {"args": message.args, "kwargs": message.kwargs, "is_eager": False}
+    request |= {"properties": message.properties, "delivery_info": info, "hostname": "here"}
     tracer = build_tracer(task.name, task, app=app)
     return tracer(message.id, message.args, message.kwargs, request)
 
@@ -212,12 +190,10 @@ class TestForwardedHeaders:
         return family
 
     @staticmethod
-    def sent_by_name(
-        app: Celery, published: Published, name: str, **options: Any
-    ) -> SimpleNamespace:
-        names = {"idempotency_key", "idempotency_scope"} & options.keys()
-        headers = {**options.pop("headers", {}), **{each: options.pop(each) for each in names}}
-        app.send_task(name, headers=headers, **options)
+    def send(app: Celery, published: Published, **given: Any) -> SimpleNamespace:
+        """Send a message to the parent, by name, with these headers of ours."""
+        headers = {f"idempotency_{name}": value for name, value in given.items()}
+        app.send_task("parent", headers=headers)
         return published[-1]
 
     @staticmethod
@@ -253,9 +229,7 @@ class TestForwardedHeaders:
                 child.apply_async((1,), headers=headers, link=child.si(2).set(headers=headers))
 
         family["does"] = does
-        self.has_run(
-            app, published, self.sent_by_name(app, published, "parent", idempotency_key="batch-3")
-        )
+        self.has_run(app, published, self.send(app, published, key="batch-3"))
         assert sorted(runs) == [1, 2]
 
     def test_nor_does_it_share_their_fate(self, app, store, published, family):
@@ -265,8 +239,7 @@ class TestForwardedHeaders:
             family["keyed"].apply_async((-1,), headers=task.request.headers)
 
         family["does"] = does
-        headers = {"idempotency_key": "p", "idempotency_keep_failure": True}
-        message = self.sent_by_name(app, published, "parent", headers=headers)
+        message = self.send(app, published, key="p", keep_failure=True)
         other = hold(store, "p", "parent")
         deliver(app, message)
         store.release(other.identity, token=other.token)
@@ -286,7 +259,7 @@ class TestForwardedHeaders:
             family["child"].apply_async((1,), headers=task.request.headers, idempotency_key="too")
 
         family["does"] = does
-        message = self.sent_by_name(app, published, "parent", idempotency_key="batch-3")
+        message = self.send(app, published, key="batch-3")
         deliver(app, message)
         assert [each.stamp["key"] for each in published[1:]] == ["mine", "too"]
 
@@ -297,12 +270,7 @@ class TestForwardedHeaders:
             raise ValueError
 
         family["does"] = does
-        headers = {
-            "idempotency_key": "k",
-            "idempotency_scope": "tenant",
-            "idempotency_keep_failure": True,
-        }
-        message = self.sent_by_name(app, published, "parent", headers=headers)
+        message = self.send(app, published, key="k", scope="tenant", keep_failure=True)
         deliver(app, message)
         retry = published[-1]
         assert (retry.id, retry.retries, retry.stamp["key"]) == (message.id, 1, "k")
@@ -318,9 +286,7 @@ class TestForwardedHeaders:
             raise task.replace(family["parent"].si().set(headers=task.request.headers))
 
         family["does"] = does
-        self.has_run(
-            app, published, self.sent_by_name(app, published, "parent", idempotency_key="k")
-        )
+        self.has_run(app, published, self.send(app, published, key="k"))
         assert runs == ["replacement"]
         assert published[0].id == published[1].id
 
