@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
+from tests.unit.test_shield import in_child
 
 
 class Store(MemoryStore):
@@ -282,23 +282,6 @@ class TestHeartbeat:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 class TestFork:
-    def in_child(self, function: Callable[[], object]) -> str:
-        """Fork, and return what the function returned there, as text."""
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.write(write, str(function()).encode())
-            except BaseException as error:  # noqa: BLE001  the parent shall see it
-                os.write(write, repr(error).encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as stream:
-            text = stream.read()
-        os.waitpid(pid, 0)
-        return text
-
     def test_a_child_starts_a_thread_of_its_own(self, heartbeat, store):
         parents = take(store)
         heartbeat.add(parents)
@@ -314,7 +297,7 @@ class TestFork:
             )
             return f"{len(before)} {len(known_threads())}"
 
-        assert self.in_child(child) == "1 2"
+        assert in_child(child) == "1 2"
 
     def test_a_fork_at_any_moment_leaves_no_lock_behind(self, heartbeat, store):
         """Other threads of the parent may be inside the heartbeat at the moment of the fork."""
@@ -343,7 +326,7 @@ class TestFork:
             return "free" if done.wait(30) else "locked"
 
         try:
-            assert {self.in_child(child) for _ in range(20)} == {"free"}
+            assert {in_child(child) for _ in range(20)} == {"free"}
         finally:
             stop.set()
             for thread in threads:

@@ -59,17 +59,6 @@ def test_a_child_is_gone_once_it_is_dead_before_and_after_it_was_waited_for(chil
 def run() -> None: ...
 
 
-class Reply:
-    """A message as the consumer hands it over; notes how it was answered."""
-
-    def __init__(self) -> None:
-        self.answers: list[str] = []
-        self.delivery_info: dict[str, Any] = {}
-        self.properties: dict[str, Any] = {}
-        self.headers: dict[str, Any] = {}
-        self.body: Any = None
-
-
 @pytest.fixture
 def task(app: Celery) -> Any:
     @app.task(name="work", base=IdempotentTask, shared=False, idempotency_key="key")
@@ -92,7 +81,8 @@ def make(app: Celery, task: Any) -> Callable[..., Any]:
         cls = create_request_cls(
             worker.Request, of, SimpleNamespace(apply_async=None), "here", None
         )
-        message = Reply()
+        about: Any = {"delivery_info": {}, "properties": {}, "headers": {}, "body": None}
+        message = SimpleNamespace(answers=[], **about)
         made = cls(
             message,
             app=app,

@@ -61,7 +61,6 @@ class FlakyStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self.calls: list[str] = []
-        self.attempts: list[bytes] = []
         self._plans: dict[str, list[tuple[str, type[BaseException]]]] = {}
         self._always: dict[str, Callable[[str], BaseException]] = {}
 
@@ -78,8 +77,6 @@ class FlakyStore:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(verb)
-            if verb == "claim":
-                self.attempts.append(args[0].attempt)
             plan = self._plans.get(verb)
             when, error = plan.pop(0) if plan else ("before", self._always.get(verb))
             if error is not None and when == "before":

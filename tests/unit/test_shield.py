@@ -24,7 +24,7 @@ from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.runs import IDENTITY, Ran
 from tests.support.tiers import examples
-from tests.unit.test_runner import a_call, make_runner
+from tests.unit.test_runner import FlakyStore, a_call, make_runner
 
 #: A run is struck at each so many instructions, from a place that is another each time.
 STEP = examples(83, 41)
@@ -34,36 +34,22 @@ class LimitError(Exception):
     """The soft time limit."""
 
 
-class FlakyStore(MemoryStore):
-    """A store of which the first answer to each verb is lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lost: set[str] = set()
-
-    def _lose(self, verb: str, answer: Any) -> Any:
-        if verb not in self.lost:
-            self.lost.add(verb)
-            raise StoreUnavailable("the answer was lost")
-        return answer
-
-    def claim(self, request: Any) -> Any:
-        return self._lose("claim", super().claim(request))
-
-    def settle(self, request: Any) -> Any:
-        return self._lose("settle", super().settle(request))
-
-    def release(self, identity: Any, **about: Any) -> Any:
-        return self._lose("release", super().release(identity, **about))
+def forgetful() -> FlakyStore:
+    """Return a store of which the first answer to each verb is lost."""
+    store = FlakyStore(MemoryStore())
+    for verb in ("claim", "settle", "release"):
+        store.fail(verb, StoreUnavailable, when="after")
+    return store
 
 
 def in_child(function: Callable[[], str]) -> str:
     """Return what a function says in a fork of this process, whose signal handlers and threads are its own."""
     reading, writing = os.pipe()
     if not (pid := os.fork()):
-        words = "failed"
-        with suppress(BaseException):
+        try:
             words = function()
+        except BaseException as error:  # noqa: BLE001  the parent shall see it
+            words = repr(error)
         os.write(writing, words.encode())
         os._exit(0)
     os.close(writing)
@@ -72,7 +58,7 @@ def in_child(function: Callable[[], str]) -> str:
         return answer.read()
 
 
-def strike_one(number: int, signum: int, store: MemoryStore) -> str:
+def strike_one(number: int, signum: int, store: Any) -> str:
     """Say what became of a run whose ``number``-th instruction a signal strikes."""
     effects, seen, struck = list[str](), 0, ""
     backoff.seconds = lambda *_, **__: 0.0
@@ -126,10 +112,10 @@ def strike_one(number: int, signum: int, store: MemoryStore) -> str:
 # SIGTERM leaves a verb one try more: if the store loses that, too, the lease ends the claim.
 @pytest.mark.parametrize(
     ("signum", "kind"),
-    [(signal.SIGUSR1, MemoryStore), (signal.SIGTERM, MemoryStore), (signal.SIGUSR1, FlakyStore)],
+    [(signal.SIGUSR1, MemoryStore), (signal.SIGTERM, MemoryStore), (signal.SIGUSR1, forgetful)],
 )
 def test_what_took_effect_is_completed_and_what_did_not_is_free(
-    signum: int, kind: type[MemoryStore]
+    signum: int, kind: Callable[[], Any]
 ) -> None:
     wrong, number = [], 1 + random.randrange(STEP)  # the first instruction is number 1
     while (said := in_child(lambda: strike_one(number, signum, kind()))) != "over":  # noqa: B023
