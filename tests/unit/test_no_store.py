@@ -14,8 +14,8 @@ from celery_idempotent import (
     InvalidOption,
     State,
     StoreMisconfigured,
-    signals,
 )
+from tests.support.telling import Heard, listening
 
 
 @pytest.fixture
@@ -52,15 +52,9 @@ def deliver(task: Any, key: str) -> Any:
 
 
 @pytest.fixture
-def failures() -> Iterator[list[Any]]:
-    found: list[Any] = []
-
-    def note(event: Any, **_: Any) -> None:
-        found.append(event)
-
-    signals.store_failed.connect(note)
-    yield found
-    signals.store_failed.disconnect(note)
+def heard() -> Iterator[Heard]:
+    with listening() as heard:
+        yield heard
 
 
 LINK = {"task": "other", "args": (), "kwargs": {}, "options": {}}
@@ -68,7 +62,7 @@ LINK = {"task": "other", "args": (), "kwargs": {}, "options": {}}
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_message_for_a_task_that_a_worker_came_to_know_late_comes_back(
-    app: Any, failures: list[Any], late: bool
+    app: Any, heard: Heard, late: bool
 ) -> None:
     """It was registered after the worker had looked at its tasks, found none of ours, and started."""
     assert deliver(define(app, acks_late=late), "k").state == "IGNORED"
@@ -76,14 +70,14 @@ def test_a_message_for_a_task_that_a_worker_came_to_know_late_comes_back(
     (again,) = app.sent
     assert again["task_id"] == "m"
     assert again["countdown"] > 0
-    assert "set idempotency_store" in str(failures[0].error)
+    assert "set idempotency_store" in str(heard.events[0][2].error)
 
 
-def test_it_runs_where_no_store_is_no_reason_not_to(app: Any, failures: list[Any]) -> None:
+def test_it_runs_where_no_store_is_no_reason_not_to(app: Any, heard: Heard) -> None:
     task = define(app, idempotency_on_store_error="open")
     assert deliver(task, "k") is None
     assert app.runs == ["k"]
-    assert len(failures) == 1
+    assert "store_failed" in heard.names
 
 
 def test_a_key_cannot_be_reserved_without_a_store(app: Any) -> None:

@@ -56,9 +56,6 @@ def test_a_child_is_gone_once_it_is_dead_before_and_after_it_was_waited_for(chil
     assert not gone(os.getppid())
 
 
-def run() -> None: ...
-
-
 @pytest.fixture
 def task(app: Celery) -> Any:
     @app.task(name="work", base=IdempotentTask, shared=False, idempotency_key="key")

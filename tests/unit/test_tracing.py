@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -51,11 +52,25 @@ def traced() -> Iterator[Traced]:
         assert outcome.disconnect(dispatch_uid=f"{tracing.__name__}.{name}")
 
 
-def test_a_run_and_its_repetition(app: Celery, traced: Traced) -> None:
-    @app.task(base=IdempotentTask, name="pay", idempotency_key="order", shared=False)
-    def pay(order: str) -> str:
+@pytest.fixture
+def pay(app: Celery) -> Any:
+    @app.task(
+        base=IdempotentTask,
+        name="pay",
+        idempotency_key="order",
+        idempotency_permanent_errors=(ValueError,),
+        idempotency_fingerprint=None,
+        shared=False,
+    )
+    def pay(order: str, error: Exception | None = None) -> str:
+        if error is not None:
+            raise error
         return "receipt"
 
+    return pay
+
+
+def test_a_run_and_its_repetition(pay: Any, traced: Traced) -> None:
     first = traced(lambda: pay.apply(("secret-17",), task_id="one"))
     assert [event.name for event in first.events] == [f"{NAME}.claimed", f"{NAME}.settled"]
     assert first.attributes is not None
@@ -75,46 +90,28 @@ def test_a_run_and_its_repetition(app: Celery, traced: Traced) -> None:
     assert "secret" not in str([first.to_json(), again.to_json()])
 
 
-def test_an_error_is_named_by_its_class(app: Celery, traced: Traced) -> None:
-    @app.task(
-        base=IdempotentTask,
-        name="refuse",
-        idempotency_key="order",
-        idempotency_permanent_errors=(ValueError,),
-        shared=False,
-    )
-    def refuse(order: str) -> None:
-        raise ValueError("card of Ada expired")
-
-    span = traced(lambda: refuse.apply(("17",)))
+def test_an_error_is_named_by_its_class(pay: Any, traced: Traced) -> None:
+    span = traced(lambda: pay.apply(("17", ValueError("card of Ada expired"))))
     assert span.attributes is not None
     assert span.attributes["error.type"] == "ValueError"
     assert span.attributes["celery.idempotency.state"] == "FAILED"
     assert "Ada" not in span.to_json()
 
 
-def test_a_run_that_fails_leaves_no_state_of_its_claim_behind(app: Celery, traced: Traced) -> None:
-    @app.task(base=IdempotentTask, name="slip", shared=False)
-    def slip() -> None:
-        raise StoreUnavailable("away")
-
-    span = traced(lambda: slip.apply())
+def test_a_run_that_fails_leaves_no_state_of_its_claim_behind(pay: Any, traced: Traced) -> None:
+    span = traced(lambda: pay.apply(("17", StoreUnavailable("away"))))
     assert span.attributes is not None
     assert span.attributes["error.type"] == "celery_idempotent.errors.StoreUnavailable"
     assert "celery.idempotency.state" not in span.attributes
 
 
 def test_with_a_log_provider_events_are_log_records(
-    app: Celery, traced: Traced, monkeypatch: pytest.MonkeyPatch
+    pay: Any, traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @app.task(base=IdempotentTask, name="quick", shared=False)
-    def quick() -> int:
-        return 1
-
     exporter, provider = InMemoryLogRecordExporter(), LoggerProvider()
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
     monkeypatch.setattr(tracing, "_events", provider.get_logger("test"))
-    span = traced(quick.apply)
+    span = traced(lambda: pay.apply(("17",)))
     found = [each.log_record for each in exporter.get_finished_logs()]
     assert [each.event_name for each in found] == [f"{NAME}.claimed", f"{NAME}.settled"]
     assert {each.span_id for each in found} == {span.context.span_id}
@@ -124,11 +121,7 @@ def test_with_a_log_provider_events_are_log_records(
     provider.shutdown()
 
 
-def test_without_a_span_nothing_happens(app: Celery, traced: Traced) -> None:
-    @app.task(base=IdempotentTask, name="quiet", shared=False)
-    def quiet() -> int:
-        return 1
-
+def test_without_a_span_nothing_happens(pay: Any, traced: Traced) -> None:
     with listening() as heard:
-        assert quiet.apply().get() == 1
+        assert pay.apply(("17",)).get() == "receipt"
     assert heard.names == ["claimed", "settled"]
