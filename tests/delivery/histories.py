@@ -21,7 +21,7 @@ from celery.exceptions import ChordError
 from celery.result import AsyncResult
 
 from celery_idempotent import State
-from celery_idempotent.http.routes import enqueue
+from celery_idempotent.http import enqueue
 from tests.delivery.driving import Stage, Steps, drive
 from tests.delivery.histories_app import POINTS
 from tests.delivery.stand import Stand
