@@ -15,7 +15,6 @@ import pytest
 from celery import Celery, Task, chain, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
-from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -54,6 +53,16 @@ def make_app(store: Any = None, **settings: Any) -> Celery:
 def ours(app: Celery, name: str = "t", **options: Any) -> Any:
     """Define a function as one of our tasks."""
     return app.task(name=name, base=IdempotentTask, shared=False, **options)
+
+
+def keyed(app: Celery, runs: list[Any], answer: object = None, **options: Any) -> Any:
+    """Define a task with a key, which notes its runs."""
+
+    def task(key: Any) -> object:
+        runs.append(key)
+        return answer
+
+    return ours(app, **{"idempotency_key": "key", **options})(task)
 
 
 @pytest.fixture
@@ -344,11 +353,7 @@ class TestDelivery:
     def test_a_result_that_was_not_kept_comes_from_the_result_backend(
         self, app, published, runs, store
     ):
-        @ours(app, idempotency_key="key", idempotency_store_result=False)
-        def task(key: str) -> str:
-            runs.append(key)
-            return "kept by Celery"
-
+        task = keyed(app, runs, "kept by Celery", idempotency_store_result=False)
         first, second = (send(published, task, "k") for _ in range(2))
         deliver(app, first)
         assert record(store, "k", "t").value is None
@@ -362,11 +367,7 @@ class TestDelivery:
     def test_a_redelivery_whose_result_nobody_keeps_is_no_failure(
         self, app, published, runs, store
     ):
-        @ours(app, idempotency_key="key", idempotency_store_result=False, ignore_result=True)
-        def task(key: str) -> str:
-            runs.append(key)
-            return "for nobody"
-
+        task = keyed(app, runs, "one's own", idempotency_store_result=False, ignore_result=True)
         first, second = (send(published, task, "k") for _ in range(2))
         deliver(app, first)
         assert deliver(app, first, redelivered=True).info is None
@@ -421,32 +422,12 @@ class TestResults:
             results.append(app.AsyncResult(message.id).result)
         assert results[0] == results[1]  # as with Celery
 
-    def test_a_soft_time_limit_after_all_is_sent_does_not_fail_the_task(
-        self, app, store, published, charge, monkeypatch
-    ):
-        def strike(*_: object, **__: object) -> None:
-            raise SoftTimeLimitExceeded
-
-        monkeypatch.setattr(MemoryStore, "mark_delivered", strike)
-
-        @app.task(name="next", shared=False)
-        def following() -> None: ...
-
-        message = send(published, charge, "o-1", link=following.si(), link_error=following.si())
-        assert deliver(app, message).info is None
-        assert app.AsyncResult(message.id).state == "SUCCESS"
-        assert [each.task for each in published] == ["shop.charge", "next"]
-
 
 class TestConflicts:
     def test_the_next_rounds_wait_longer_but_never_longer_than_allowed(
         self, app, store, published, runs
     ):
-        @ours(app, max_retries=0, idempotency_key="key")
-        def task(key: str) -> str:
-            runs.append(key)
-            return "ran"
-
+        task = keyed(app, runs, "ran", max_retries=0)
         theirs = hold(store, "k", "t")
         message = send(published, task, "k")
         waits = []
@@ -471,9 +452,7 @@ class TestConflicts:
     def test_what_is_expected_is_logged_without_a_traceback(
         self, app, store, published, runs, caplog
     ):
-        @ours(app, idempotency_key="key", idempotency_on_conflict="raise", throws=(KeyError,))
-        def task(key: str) -> None: ...
-
+        task = keyed(app, runs, idempotency_on_conflict="raise", throws=(KeyError,))
         assert task.throws == (KeyError, FingerprintMismatch, InProgress, REPLAYED)
         hold(store, "k", "t")
         with caplog.at_level("INFO", "celery.app.trace"):
@@ -482,12 +461,10 @@ class TestConflicts:
         assert line.levelname == "INFO"
         assert not line.exc_info
 
-    def test_ignore_never_drops_the_holders_own_id(self, app, store, published):
+    def test_ignore_never_drops_the_holders_own_id(self, app, store, published, runs):
         """It may be the only copy that the broker has of the holder's message."""
 
-        @ours(app, idempotency_key="key", idempotency_on_conflict="ignore")
-        def task(key: str) -> None: ...
-
+        task = keyed(app, runs, idempotency_on_conflict="ignore")
         message = send(published, task, "k")
         hold(store, "k", "t", task_id=message.id)
         deliver(app, message, redelivered=True)
@@ -546,11 +523,7 @@ class TestStoreFailures:
 class TestAMessageThatCannotBePublishedAgain:
     @pytest.fixture
     def task(self, app: Celery, runs: list[Any]) -> Any:
-        @ours(app, idempotency_key="key")
-        def task(key: str) -> None:
-            runs.append(key)
-
-        return task
+        return keyed(app, runs)
 
     @pytest.fixture
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -715,12 +688,8 @@ class TestRetries:
         again = send(published, charge, "o-2", task_id=message.id, headers=message.headers)
         assert again.stamp == message.stamp
 
-    def test_a_conflict_is_not_seen_by_autoretry(self, app, store, published):
-        @ours(
-            app, autoretry_for=(Exception,), idempotency_key="key", idempotency_on_conflict="raise"
-        )
-        def task(key: str) -> None: ...
-
+    def test_a_conflict_is_not_seen_by_autoretry(self, app, store, published, runs):
+        task = keyed(app, runs, autoretry_for=(Exception,), idempotency_on_conflict="raise")
         hold(store, "k", "t")
         message = send(published, task, "k")
         deliver(app, message)
@@ -761,12 +730,9 @@ class TestObserving:
         ],
     )
     def test_a_call_without_a_usable_key_goes_by_its_task_id(
-        self, app, store, published, caplog, options, argument
+        self, app, store, published, caplog, runs, options, argument
     ):
-        @ours(app, idempotency_mode="observe", serializer="pickle", **options)
-        def task(key: Any) -> str:
-            return "ran"
-
+        task = keyed(app, runs, "ran", idempotency_mode="observe", serializer="pickle", **options)
         message = send(published, task, argument)
         assert "would have been refused" in caplog.text
         deliver(app, message)
@@ -845,35 +811,6 @@ class TestEager:
         charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
         assert runs == ["o-1"]
         assert store.get(Identity(namespace="shop.charge", scope="s", key="mine")) is not None
-
-
-class TestCallbacks:
-    @pytest.mark.parametrize("how", ["link", "chain", "link_error"])
-    def test_those_that_were_sent_are_not_sent_again_by_a_redelivery(
-        self, app, store, published, how
-    ):
-        @ours(app, idempotency_key="key", idempotency_permanent_errors=(LookupError,))
-        def task(key: str) -> str:
-            if how == "link_error":
-                raise LookupError(key)
-            return "done"
-
-        @app.task(name="next", shared=False)
-        def following(key: str) -> None: ...
-
-        follow = following.si("after")
-        if how == "chain":
-            chain(task.s("k"), follow).apply_async()
-        else:
-            task.apply_async(("k",), **{how: follow})
-        message = published[-1]
-        deliver(app, message)
-        assert [(each.task, each.args) for each in published[1:]] == [("next", ("after",))]
-        assert record(store, "k", "t").delivered
-        state = app.AsyncResult(message.id).state
-        deliver(app, message, redelivered=True)
-        assert len(published) == 2
-        assert app.AsyncResult(message.id).state == state
 
 
 class TestReplace:
