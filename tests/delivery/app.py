@@ -1,4 +1,4 @@
-"""The app of the worker tests: what workers run and what tests publish, the same tasks idempotent and plain.
+"""The app of deliveries and faults: what workers run and what tests publish, the same tasks idempotent and plain.
 
 A worker finds its settings as JSON in the environment; a test makes its own app of the same settings with
 :func:`make_app`. Every run notes its start and its end in the ledger. So do, in workers, the outcomes that the library
@@ -8,6 +8,8 @@ announces: they tell *when* something happened; how often a task ran is told by 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import os
 import signal
 import threading
@@ -20,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 from celery import Celery, Task
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import (
     before_task_publish,
     task_postrun,
@@ -37,15 +40,8 @@ from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
 __all__ = ["Refused", "environment", "make_app"]
 
-_OUTCOMES = (
-    "conflicted",
-    "interrupted",
-    "lease_lost",
-    "mismatched",
-    "released",
-    "replayed",
-    "settle_failed",
-)
+POLICIES = ("retry", "wait", "ignore", "raise")
+ACKS = ("late", "early")
 
 
 class Refused(Exception):
@@ -54,10 +50,52 @@ class Refused(Exception):
 
 def make_app(settings: Mapping[str, Any]) -> Celery:
     """Return an app with every task of the tests."""
-    app = Celery("worker_tests", set_as_current=False)
+    app = Celery("deliveries", set_as_current=False)
     configure(app, settings)
     _define(app)
+    _define_policies(app)
+    _define_faulty(app)
     return app
+
+
+def task_name(policy: str, acks: str) -> str:
+    """Return the name of the task with this policy."""
+    return f"{policy}.{acks}"
+
+
+def _define_policies(app: Celery) -> None:
+    for policy, acks in itertools.product(POLICIES, ACKS):
+        options: dict[str, Any] = {
+            "idempotency_on_conflict": policy,
+            "idempotency_wait": 60,
+            "idempotency_permanent_errors": (Refused,),
+            "autoretry_for": (ZeroDivisionError,),
+            "default_retry_delay": 3,
+            "acks_late": acks == "late",
+        }
+        decorate = partial(app.task, base=IdempotentTask, bind=True, shared=False)
+        decorate(name=task_name(policy, acks), idempotency_key="key", **options)(work)
+    for downstream in (after, collect):
+        app.task(name=downstream.__name__, base=IdempotentTask, shared=False)(downstream)
+
+
+def _define_faulty(app: Celery) -> None:
+    """Define tasks for which it is no part of their operation how they go."""
+    keyed = partial(app.task, bind=True, shared=False, idempotency_key="key")
+    keyed = partial(keyed, idempotency_fingerprint=("key",))
+    again: dict[str, Any] = {"retry_on_worker_lost": True, "default_retry_delay": 1}
+    for name, options in {
+        "work": {"default_retry_delay": 0.1},
+        "early": {"acks_late": False},
+        "sent_again": {"acks_late": True, **again},
+        "sent_again_early": {"acks_late": False, **again},
+        "never_retried": {"max_retries": 0},
+    }.items():
+        keyed(name=name, base=IdempotentTask, **options)(play)
+    for function in (value, struck, calls):
+        keyed(name=function.__name__, base=IdempotentTask)(function)
+    keyed(name="struck_before", base=StruckBefore)(struck)
+    app.task(name="hold", shared=False, bind=True, base=Task, ignore_result=True)(hold)
 
 
 def _define(app: Celery) -> None:
@@ -70,7 +108,7 @@ def _define(app: Celery) -> None:
     idempotent(name="keyed", idempotency_key="key")(work)
     plain(name="plain")(work)
 
-    idempotent(name="early", acks_late=False)(work)
+    idempotent(name="guarded_early", acks_late=False)(work)
     refusing: dict[str, Any] = {"idempotency_permanent_errors": (Refused,)}
     idempotent(name="refused", idempotency_key="key", **refusing)(refused)
     kept = {**refusing, "idempotency_keep_message": True}
@@ -111,14 +149,106 @@ def _define(app: Celery) -> None:
 # -- bodies ----------------------------------------------------------------------------------------------------------
 
 
-def work(self: Any, key: str, seconds: float = 0.0, gate: str = "") -> dict[str, Any]:
-    """Take ``seconds``, and until the file ``gate`` exists; no two runs return the same."""
+def work(
+    self: Any, key: str, seconds: float = 0.0, gate: str = "", mood: str = ""
+) -> dict[str, Any]:
+    """Take ``seconds``, and until the file ``gate`` exists, then do what the mood says; no two runs return the same."""
     ledger = Ledger.from_env()
     ledger.append("start", key, self.request.id)
+    first = not mood or ledger.count("start", key) == 1
     time.sleep(seconds)
-    wait_at(gate)
+    wait_at(gate, 150)
+    match mood:
+        case "refused":
+            raise Refused(f"the card of {key} expired", 4)
+        case "fails":
+            raise ValueError(key)
+        case "fails once" if first:
+            raise ValueError(key)
+        case "retries once" if first:
+            raise self.retry()
+        case "autoretries once" if first:
+            return {"never": 1 / 0}
+        case "hangs once" if first:
+            wait_at("/never")
+        case "hangs deaf once" if first:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            wait_at("/never")
+        case "kills":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "makes sure":
+            self.idempotency.ensure()
+    ledger.append(f"retries {self.request.retries}", key, self.request.id)
     ledger.append("end", key, self.request.id)
     return _answer(self)
+
+
+def play(self: Any, key: str, how: str = "", gate: str = "") -> str:
+    """Work, and say who did."""
+    work(self, key, 0.0, gate and str(gate_path(gate)), how)
+    return f"done by {self.request.id}"
+
+
+def after(value: dict[str, Any], label: str) -> dict[str, Any]:
+    """Take a result on."""
+    Ledger.from_env().append("after", label)
+    return {**value, "label": label}
+
+
+def collect(values: list[dict[str, Any]], label: str) -> list[str]:
+    """Collect the results of a chord."""
+    Ledger.from_env().append("collect", label)
+    return sorted(value["run"] for value in values)
+
+
+def value(self: Any, key: str, what: str) -> Any:
+    """Return what no serializer can write."""
+    Ledger.from_env().append("end", key, self.request.id)
+    return {1, 2}
+
+
+class Striking:
+    """A value that has the soft time limit strike while it is encoded for the n-th time: by us, then by Celery."""
+
+    def __init__(self, strike_at: int) -> None:
+        self.left = strike_at
+
+    def __json__(self) -> str:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return "struck"
+
+
+def struck(self: Any, key: str, strike_at: int) -> Any:
+    Ledger.from_env().append("end", key, self.request.id)
+    return Striking(strike_at)
+
+
+class StruckBefore(IdempotentTask):
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        Striking(args[1]).__json__()
+
+
+def calls(self: Any, key: str, task: str, strike_at: int) -> str:
+    try:
+        self.app.tasks[task].apply((f"inner {key}", strike_at))
+    except SoftTimeLimitExceeded:
+        return "limited"
+    return "not limited"
+
+
+def hold(self: Any, gate: str) -> None:
+    """Wait, as a task of Celery's own."""
+    Ledger.from_env().append("held", gate)
+    wait_at(gate and str(gate_path(gate)))
+
+
+def gate_path(gate: str) -> Path:
+    """Return the file whose existence opens a gate of this name."""
+    return Path(os.environ[LEDGER_VARIABLE]).parent / f"gate-{gate}"
 
 
 def newest(self: Any, key: str, number: int, gate: str = "", retries: int = 0) -> int:
@@ -294,6 +424,15 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
     Ledger.from_env().append(outcome, key, event.task_id)
 
 
+def _note_undelivered(line: logging.LogRecord) -> bool:
+    """Note that a message of a finished task comes back: there is no signal of it."""
+    again = ("are not all sent yet", "returns its part of a chord again")
+    if any(words in str(line.msg) for words in again) and line.args:
+        task_id = line.args["id"] if isinstance(line.args, Mapping) else line.args[1]
+        Ledger.from_env().append("undelivered", "", str(task_id))
+    return True
+
+
 def _die(headers: Any, body: Any, **_: Any) -> None:
     """Take this process down when it publishes the first retry of a key."""
     if headers["task"] == "requeued_retrying" and headers["retries"]:
@@ -343,7 +482,9 @@ if _wanted := wanted():
         worker_ready.connect(hurry, weak=False)
         before_task_publish.connect(_die, weak=False)
         _note_messages()
-        for _outcome in _OUTCOMES:
-            getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
+        for _outcome, _signal in signals.OUTCOMES.items():
+            _signal.connect(partial(_note, _outcome), weak=False)
+        for _module in ("republish", "callbacks"):
+            logging.getLogger(f"celery_idempotent.celery.{_module}").addFilter(_note_undelivered)
     if _wanted.get("claim_before_fork"):
         worker_init.connect(_claim_before_fork, weak=False)

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.delivery.app import task_name
 from tests.delivery.driving import Steps
 from tests.delivery.duplicates import Row, row
-from tests.delivery.policies_app import task_name
 from tests.delivery.watched import Site
 from tests.support.sites import Message
 
@@ -79,7 +79,7 @@ class Cell:
     def arguments(
         self, mood: str = "", seconds: float = 0, gate: str | None = None
     ) -> tuple[Any, ...]:
-        return (self.key, self.gate if gate is None else gate, mood, seconds)
+        return (self.key, seconds, self.gate if gate is None else gate, mood)
 
     def publish(self, *arguments: Any) -> str:
         """Publish a call with the cell's key; return its task id."""
@@ -150,7 +150,7 @@ class Cell:
         return self.site.ledger.count("conflicted", task_id=task_id)
 
     def effects(self) -> int:
-        return self.site.ledger.count("effect", self.key)
+        return self.site.ledger.count("end", self.key)
 
     def starts(self) -> int:
         return self.site.ledger.count("start", self.key)

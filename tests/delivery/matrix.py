@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.delivery.app import ACKS, POLICIES
 from tests.delivery.cells import Cell, Scenario
 from tests.delivery.driving import Stage, drive
-from tests.delivery.policies_app import ACKS, POLICIES
 from tests.delivery.scenarios import HEALTHY, KILLED
 from tests.delivery.watched import Site
 from tests.support import sites

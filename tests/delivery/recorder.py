@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,66 +97,47 @@ def _publish(headers: Mapping[str, Any], body: Any, **message: Any) -> None:
         )
 
 
+def _failure(sender: Any, task_id: str, exception: Any, einfo: Any, **rest: Any) -> None:
+    request = sender.request
+    if request.id is not None:
+        told = {name: rest.get(name) for name in ("args", "kwargs")}
+        _on("failure", request, exception=repr(exception), einfo=str(einfo), **told)
+    elif recorder := _recorder():  # told by the worker's main process
+        recorder.write("lost", task_id, None, exception=repr(exception))
+
+
 def _on(kind: str, request: Any, **data: Any) -> None:
     request_id = getattr(request, "id", None)
     if (recorder := _recorder()) and request_id:
         recorder.write(kind, request_id, getattr(request, "root_id", None) or request_id, **data)
 
 
-def _prerun(task: Any, args: Any, kwargs: Any, **_: Any) -> None:
-    _on("prerun", task.request, args=args, kwargs=kwargs, context=context(task.request))
+def _told(kind: str, names: str, *, sender: Any, **about: Any) -> None:
+    """Write down what a signal says, by these names."""
+    task = about.get("task") or sender
+    request = about.get("request") or task.request
+    data = {name: about[name] for name in names.split()}
+    if kind == "prerun":
+        data["context"] = context(request)
+    shown = ("args", "kwargs", "context", "state", "terminated", "expired")
+    _on(kind, request, **{k: v if k in shown else repr(v) for k, v in data.items()})
 
 
-def _postrun(task: Any, retval: Any, state: Any, **_: Any) -> None:
-    _on("postrun", task.request, retval=repr(retval), state=state)
-
-
-def _success(sender: Any, result: Any, **_: Any) -> None:
-    _on("success", sender.request, result=repr(result))
-
-
-def _failure(sender: Any, task_id: str, exception: Any, einfo: Any, **rest: Any) -> None:
-    request = sender.request
-    if request.id is None:  # told by the worker's main process
-        if recorder := _recorder():
-            recorder.write("lost", task_id, None, exception=repr(exception))
-        return
-    _on(
-        "failure",
-        request,
-        exception=repr(exception),
-        einfo=str(einfo),
-        args=rest.get("args"),
-        kwargs=rest.get("kwargs"),
-    )
-
-
-def _retry(request: Any, reason: Any, **_: Any) -> None:
-    _on("retry", request, reason=repr(reason))
-
-
-def _received(request: Any, **_: Any) -> None:
-    _on("received", request)
-
-
-def _revoked(request: Any, terminated: Any, signum: Any, expired: Any, **_: Any) -> None:
-    _on("revoked", request, terminated=terminated, signum=str(signum), expired=expired)
-
-
-def _internal(task_id: str, request: Any, exception: Any, **_: Any) -> None:
-    _on("internal_error", request, exception=repr(exception))
-
-
-_RECEIVERS = {
+_RECEIVERS: dict[str, Any] = {
     "before_task_publish": _publish,
-    "task_prerun": _prerun,
-    "task_postrun": _postrun,
-    "task_success": _success,
     "task_failure": _failure,
-    "task_retry": _retry,
-    "task_received": _received,
-    "task_revoked": _revoked,
-    "task_internal_error": _internal,
+    **{
+        f"task_{kind}": partial(_told, kind, names)
+        for kind, names in {
+            "prerun": "args kwargs",
+            "postrun": "retval state",
+            "success": "result",
+            "retry": "reason",
+            "received": "",
+            "revoked": "terminated signum expired",
+            "internal_error": "exception",
+        }.items()
+    },
 }
 
 
@@ -168,6 +150,5 @@ def watch(recorder: Recorder | None = None) -> None:
 
 
 def unwatch() -> None:
-    """Stop listening."""
     for name in _RECEIVERS:
         getattr(signals, name).disconnect(dispatch_uid=f"documented.{name}")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
-OWN = {"STARTED", "SUCCESS"}
-
 
 def results(site: Site, *task_ids: str) -> list[Any]:
     return [site.result(task_id).get(timeout=20) for task_id in task_ids]
@@ -78,35 +76,6 @@ class TestAMessageOfAnOldPublisher:
 
 
 class TestAReplacement:
-    def test_is_not_made_again_by_a_redelivery_while_it_works_or_after_its_end(
-        self, shared, key, gate
-    ):
-        message = shared.message("replacing", key, "a", gate.path)
-        states = shared.states(message.task_id)
-        result = shared.deliver(message)
-        wait_for_phase(shared, 1, "appended", key=key)
-        record = shared.record("replacing", key)
-        assert record is not None
-        assert (record.state, record.replaced) == (State.COMPLETED, True)
-
-        shared.deliver(message, times=2)
-        wait_for_phase(shared, 2, "replayed", task_id=message.task_id)
-        self.let_others_through(shared, key)
-        assert set(states.names()) == {"STARTED"}
-        gate.open()
-        assert result.get(timeout=20) == "a!"
-
-        shared.deliver(message, times=2)
-        wait_for_phase(shared, 4, "replayed", task_id=message.task_id)
-        self.let_others_through(shared, key)
-        assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1
-        assert result.get(timeout=20) == "a!"
-        assert set(states.names()) == OWN
-
-    def let_others_through(self, shared: Site, key: str) -> None:
-        """Give every free process something else to do: what it did before is over then."""
-        results(shared, *(shared.publish("guarded", f"{key}.next", 0.1).id for _ in range(4)))
-
     def test_answers_a_duplicate_under_another_id_when_it_is_done(self, shared, key, gate):
         first = shared.publish("replacing", key, "a", gate.path)
         wait_for_phase(shared, 1, "appended", key=key)

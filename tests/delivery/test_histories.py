@@ -67,6 +67,23 @@ def test_every_cell_of_the_page_has_histories_and_every_history_a_cell():
     assert {*re.findall(r"\(([a-z])\)", section)} == {each.cell for each in histories()}
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Celery's result backend
+@pytest.mark.parametrize("serializer", ["pickle", pytest.param("msgpack", marks=pytest.mark.wide)])
+def test_parts_that_are_delivered_twice_count_once_whatever_keeps_their_results(
+    tmp_path, serializer
+):
+    conf = {
+        "result_backend": f"db+sqlite:///{tmp_path}/results.sqlite",
+        "task_serializer": serializer,
+        "result_serializer": serializer,
+        "accept_content": [serializer],
+    }
+    points = ("body", "settling", "settled", "acking")
+    parts = [History("body", point, "redelivered") for point in points]
+    with open_stand("redis", tmp_path, None, concurrency=4, **conf) as stand:
+        assert [each.error for each in play(stand, parts, at_once=4)] == [None] * len(parts)
+
+
 def test_what_was_sent_beside_what_was_refused_is_sent_again_and_takes_effect_once(stand):
     key = stand.label()
     with stand.refused() as queue:

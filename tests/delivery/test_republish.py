@@ -75,7 +75,7 @@ def let_go(cut: Cut, name: str, task_id: str, token: int) -> None:
     open_store(cut.address).release(Identity(namespace=name, key=f"@{task_id}"), token=token)
 
 
-@pytest.mark.parametrize("name", ["guarded", "early"])
+@pytest.mark.parametrize("name", ["guarded", "guarded_early"])
 def test_a_message_keeps_what_it_was_published_with(cut, key, name):
     """A set is nothing that JSON, the serializer of its task, could write."""
     task_id = str(uuid.uuid4())
@@ -100,7 +100,9 @@ def test_no_message_is_lost_in_an_outage_of_the_store(cut, key):
     rounds = 4 if int(os.environ.get("CELERY_IDEMPOTENT_SOAK", "0")) >= 1000 else 1
     cut.proxy.refuse()
     keys = [f"{key}/{n}" for n in range(8)]
-    sent = [cut.publish("guarded" if n % 2 else "early", each) for n, each in enumerate(keys)]
+    sent = [
+        cut.publish("guarded" if n % 2 else "guarded_early", each) for n, each in enumerate(keys)
+    ]
     for result in sent:
         said = f"[{result.id}] did not run: store error ({rounds} so far)"
         wait_for(lambda said=said: said in cut.only.log, 60 * rounds, said)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import redis
 
-from tests.delivery import policies_app as app_module
+from tests.delivery import app as app_module
 from tests.support import sites
 from tests.support.watch import Copies, Onlooker, copies
 from tests.support.workers import Worker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +12,8 @@ from kombu import Connection
 
 from celery_idempotent.records import State
 from celery_idempotent.stores.redis.servers import SCRIPTS, Script
-from tests.faults.app import BACKEND, BROKER, CONF, make_app
+from tests.delivery.app import make_app
+from tests.support.apps import environment
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
@@ -41,17 +41,26 @@ class Stage:
         self.ledger = ledger
         self.queue = queue
         self.broker = broker
-        self._worker_broker = worker_broker
         self._start_worker = start_worker
-        self._backend = worker_backend or backend or ""
-        self._conf = {"task_default_queue": queue, "idempotency_store": store, **conf}
-        self.client = make_app(broker, backend, {**self._conf, "idempotency_store": direct})
+        self._settings = {
+            "broker_url": worker_broker,
+            "broker_connection_retry_on_startup": True,
+            # What a lost connection to the broker costs shall be known, not found out.
+            "broker_connection_timeout": 2,
+            "result_backend": worker_backend or backend,
+            "result_expires": 600,
+            "task_default_queue": queue,
+            "idempotency_store": store,
+            "idempotency_sweep_interval": None,
+            **conf,
+        }
+        own = {"broker_url": broker, "result_backend": backend, "idempotency_store": direct}
+        self.client = make_app({**self._settings, **own})
 
     def worker(self, name: str | None = None, **options: Any) -> Worker:
         """Start a worker; ``conf`` are settings of its own."""
-        conf = {**self._conf, **options.pop("conf", {})}
-        env = {BROKER: self._worker_broker, BACKEND: self._backend, CONF: json.dumps(conf)}
-        return self._start_worker("tests.faults.app", name=name, env=env, **options)
+        env = environment({**self._settings, **options.pop("conf", {})})
+        return self._start_worker("tests.delivery.app", name=name, env=env, **options)
 
     def send(self, task: str, *args: Any, **options: Any) -> AsyncResult[Any]:
         return self.client.tasks[task].apply_async(args, **options)
@@ -75,7 +84,7 @@ class Stage:
         return record.state if record else None
 
     def effects(self, key: str) -> int:
-        return self.ledger.count("effect", key)
+        return self.ledger.count("end", key)
 
     def starts(self, key: str) -> int:
         return self.ledger.count("start", key)
@@ -91,7 +100,7 @@ class Stage:
 
     def told(self, outcome: str, key: str) -> int:
         """How often a signal was sent."""
-        return self.ledger.count(f"signal {outcome}", key)
+        return self.ledger.count(outcome, key)
 
     def tells(self, outcome: str, key: str) -> None:
         """Wait for a signal, which follows what it tells of; it is sent once."""
@@ -191,12 +200,6 @@ def set_stage(
     yield make
     for each in made:
         each.client.close()
-
-
-@pytest.fixture
-def stage(set_stage: Callable[..., Stage]) -> Callable[..., Stage]:
-    """``set_stage`` under its former name."""
-    return set_stage
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
     assert redis_proxy.swallowed == lost + 2 * times
     assert stage.record("release") is None
     stage.ran_once("release", stage.send("work", "release", "fails once"))
-    assert stage.ledger.count("signal conflicted") == 0
+    assert stage.ledger.count("conflicted") == 0
     for verb in ("claim", "settle", "release"):
         assert (stage.record(verb).attempts, stage.record(verb).crashes) == (1, 0)
 

@@ -203,7 +203,7 @@ class TestInTheRelease:
     ):
         stage = set_stage()
         worker = stage.worker()
-        failed = stage.send("work", "k", "fails at the gate once", "gate")
+        failed = stage.send("work", "k", "fails once", "gate")
         stage.started("k")
         redis_proxy.refuse()
         stage.open("gate")
@@ -219,7 +219,7 @@ class TestInTheRelease:
     ):
         stage = set_stage()
         worker = stage.worker()
-        result = stage.send("work", "k", "retries at the gate once", "gate")
+        result = stage.send("work", "k", "retries once", "gate")
         stage.started("k")
         redis_proxy.refuse()
         stage.open("gate")
@@ -234,7 +234,7 @@ class TestInTheRelease:
     ):
         stage = set_stage()
         worker = stage.worker()
-        failed = stage.send("work", "k", "fails at the gate once", "gate")
+        failed = stage.send("work", "k", "fails once", "gate")
         child = stage.started("k")
         redis_proxy.lose_requests(digests["release"], times=None)
         stage.open("gate")

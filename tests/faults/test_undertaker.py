@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +13,9 @@ import pytest
 from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.records import State
 from celery_idempotent.stores import get_store
-from tests.faults.app import BACKEND, BROKER, CONF, make_app
+from tests.delivery.app import make_app
 from tests.faults.conftest import Stage
+from tests.support.apps import environment
 from tests.support.proxy import Proxy
 from tests.support.records import claim_key
 from tests.support.servers import EmbeddedRedis
@@ -31,7 +31,7 @@ import subprocess, sys, threading, time
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
 from celery_idempotent.celery import worker
 from celery_idempotent.signals import worker_name
-from tests.faults.app import app
+from tests.delivery.app import app
 
 app.finalize()
 task = app.tasks["work"]
@@ -66,12 +66,11 @@ print("imported:", *imported)
 
 def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
     """A child forked meanwhile would wait for ever for the lock of a module that nobody imports there."""
-    conf = {"idempotency_store": private_redis.url()}
-    env = {BROKER: "memory://", BACKEND: "", CONF: json.dumps(conf)}
+    conf = {"broker_url": "memory://", "idempotency_store": private_redis.url()}
     main = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
         cwd=tmp_path,
-        env=child_environment(env),
+        env=child_environment(environment(conf)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -79,7 +78,7 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
     with main:
         assert main.stdout is not None
         lost = main.stdout.readline().strip()
-        app = make_app("memory://", None, conf)
+        app = make_app(conf)
         task: Any = app.tasks["work"]
         record = claim_key(
             get_store(app),
