@@ -63,7 +63,7 @@ test-all: test  ## as test, with what it leaves out: isolation levels, the whole
 pytest: wheel $(VENV)/.compiled  ## the tests alone: make pytest ARGS='tests/unit -k claim'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) $(attempts) -r aR $(MARKED) $(ARGS)
 
-proof: $(VENV)/.dev  ## what is proven, in one table: a quarter of an hour, or make proof ARGS='--full --seed 7'
+proof: wheel  ## what is proven, in one table: a quarter of an hour, or make proof ARGS='--full --seed 7'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.proof $(ARGS)
 
 # tox looks for interpreters on the PATH: pyenv's are put there.

@@ -6,10 +6,11 @@ is named: ``python -m tests.proof model traces``.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 #: In the order of the table. The shortest come first: what is broken shows early.
-PARTS: tuple[str, ...] = ("delivery",)
+PARTS: tuple[str, ...] = ("model", "planted", "traces", "races", "delivery")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +34,8 @@ class Row:
     found: str
     command: str
     held: bool
+
+
+def say(line: str) -> None:
+    """Tell how far it is."""
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,454 @@
+"""Every transition of the model's records, replayed on each store at a stopped clock, each answer compared.
+
+The model's graph has a node for each record and an edge for each question that came to it. A walk takes them all::
+
+    node  none ── claim ──▶ PROCESSING ── claim by another: held (stays) ── a tick ──▶ stale ── claim ──▶ PROCESSING, …
+
+What changes nothing is asked first, then one question that leads on. From a node without anything new the walk takes
+the shortest way to one that has, or begins anew over an empty store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from multiprocessing import Pipe, get_context
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Settled
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+from tests.proof import Options, Row
+from tests.proof.model import (
+    KEY,
+    MOST,
+    SCOPES,
+    TICK,
+    Call,
+    Graph,
+    Scope,
+    TableStore,
+    explored,
+    number_of,
+    perform,
+    stored_of,
+)  # fmt: skip
+from tests.stores.shifted import FixedLink, StandingStore
+from tests.support.servers import shared_redis_url
+
+T = TypeVar("T")
+
+
+@dataclass
+class Stand:
+    """A store whose clock the test sets; ``flush`` empties it, ``fault`` breaks its cache before the next question."""
+
+    name: str
+    store: Any
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def pass_time(self, ms: int) -> None:
+        self.clock.advance(ms)
+
+    def flush(self) -> None:
+        self.store.records.clear()
+        self.store.highest_token = 0
+
+    def fault(self, chance: random.Random) -> None:
+        pass
+
+    def same(self, ours: Any, theirs: Any) -> bool:
+        return bool(ours == theirs)
+
+
+class RedisStand(Stand):
+    """Scripts read a time that stands still; what Redis would have expired meanwhile expires."""
+
+    def __init__(self, store: Any, client: redis.Redis) -> None:
+        super().__init__("Redis", store)
+        self.client, self.names = client, store._keys.of_record(KEY)
+        self.link = store._link = FixedLink(store._link, client, f"{store.prefix}-clock")
+        self.link.set(self.clock())
+
+    def pass_time(self, ms: int) -> None:
+        super().pass_time(ms)
+        self.link.set(self.clock())
+        expire(self.client, self.names[0], ms)
+
+    def flush(self) -> None:
+        self.client.delete(*self.names)
+
+
+def expire(client: redis.Redis, name: bytes, ms: int) -> None:
+    """Let a key's time pass."""
+    left: Any = client.pttl(name)
+    if left - ms > 0:
+        client.pexpire(name, left - ms)
+    elif left >= 0:
+        client.delete(name)
+
+
+class SQLStand(Stand):
+    """The expression for the database's time is a number."""
+
+    def __init__(self, name: str, store: Any) -> None:
+        super().__init__(name, store)
+        self.pass_time(0)
+
+    def pass_time(self, ms: int) -> None:
+        from tests.sql import databases
+
+        super().pass_time(ms)
+        databases.stop(self.store, self.clock())
+
+    def flush(self) -> None:
+        from tests.sql import databases
+
+        databases.clear(self.store.alias)
+
+
+class HybridStand(Stand):
+    """A memory behind a cache that is away, deaf, late or empty whenever chance wants it."""
+
+    def __init__(self, store: Any, client: redis.Redis, clock: FakeClock) -> None:
+        super().__init__("hybrid, its cache broken", store, clock)
+        self.client, self.name_of_entry = client, store.cache._name(KEY)
+
+    def pass_time(self, ms: int) -> None:
+        super().pass_time(ms)
+        expire(self.client, self.name_of_entry, ms)
+
+    def flush(self) -> None:
+        super().flush()
+        self.fault(random.Random(0))
+        self.store.cache._link.thaw()
+        self.client.delete(self.name_of_entry)
+
+    def fault(self, chance: random.Random) -> None:
+        cache = self.store.cache
+        cache.away_until = 0.0
+        mode = chance.choice(["well", "well", "well", "away", "deaf", "frozen", "flush"])
+        if cache._link.mode == "frozen":
+            cache._link.thaw()
+        if mode == "flush":
+            self.client.delete(self.name_of_entry)
+        cache._link.mode = "well" if mode == "flush" else mode
+
+    def same(self, ours: Any, theirs: Any) -> bool:
+        if isinstance(ours, Settled) and isinstance(theirs, Settled):
+            # A cache knows about how old it is, and leaves its own task to the store.
+            return replace(ours.record, delivered=theirs.record.delivered) == theirs.record
+        return bool(ours == theirs)
+
+
+STORES = ("memory", "redis", "sqlite", "hybrid", "postgresql", "mariadb")
+
+
+@contextlib.contextmanager
+def opened(name: str) -> Iterator[Stand]:
+    """Open a store of the kind, empty, and remove it afterwards."""
+    prefix = f"proof-{uuid.uuid4().hex}"
+    with contextlib.ExitStack() as stack:
+        if name == "memory":
+            clock = FakeClock()
+            yield Stand(name, MemoryStore(clock), clock)
+        elif name in ("redis", "hybrid"):
+            url = stack.enter_context(shared_redis_url())
+            client = redis.Redis.from_url(url)
+            stack.callback(client.close)
+            stack.callback(
+                lambda: [client.delete(key) for key in client.scan_iter(f"{prefix}*", 1000)]
+            )
+            if name == "redis":
+                store: Any = StandingStore(url, prefix=prefix)
+                stack.callback(store.close)
+                yield RedisStand(store, client)
+            else:
+                from celery_idempotent.django.hybrid import Cache
+                from tests.stores.hybrids import BadLink, MemoryHybrid
+
+                cache: Any = Cache(f"{url}?prefix={prefix}&socket_timeout=5")
+                cache._link, clock = BadLink(cache._link), FakeClock()
+                stack.callback(cache.close)
+                yield HybridStand(MemoryHybrid(cache, clock), client, clock)
+        else:
+            yield stack.enter_context(_database(name))
+
+
+@contextlib.contextmanager
+def _database(vendor: str) -> Iterator[Stand]:
+    from tests.sql import databases
+
+    with tempfile.TemporaryDirectory() as directory, databases.ready(Path(directory)):
+        from celery_idempotent.django.store import DjangoStore
+
+        with databases.database(vendor, Path(directory)) as settings:
+            alias = databases.add_alias(f"proof_{vendor}", settings)
+            databases.migrate(alias)
+            store = DjangoStore(alias)
+            try:
+                yield SQLStand(vendor, store)
+            finally:
+                store.close()
+                databases.drop_alias(alias)
+
+
+class Disagreement(Exception):
+    """A store answered otherwise than the table, or wrote another record."""
+
+
+class Replay:
+    """Asks the table and a store the same, with the tokens and the attempts that there are."""
+
+    def __init__(self, stand: Stand, seed: int = 1) -> None:
+        self.stand, self.table, self.asked = stand, TableStore(), 0
+        self.chance, self.attempts = random.Random(seed), itertools.count()
+        self.trail: deque[str] = deque(maxlen=12)
+
+    @property
+    def node(self) -> int:
+        return life_aside(number_of(self.table.stored, self.now_ms))
+
+    @property
+    def now_ms(self) -> int:
+        return self.stand.clock() // 1000
+
+    def begin(self) -> None:
+        self.stand.flush()
+        self.table.stored, self.table.highest = None, 0
+        self.trail.clear()
+
+    def ask(self, call: Call, *, look: bool = True) -> None:
+        """Do one of the model's calls, or let time pass; then look at the record."""
+        stand, table = self.stand, self.table
+        self.trail.append(f"{call.verb} {call.task} {call.how} {call.token or ''}".strip())
+        if call.verb == "tick":
+            stand.pass_time(int(call.how))
+        else:
+            stand.fault(self.chance)
+            question = self.question(call)
+            table.now_us = stand.clock()
+            # A hybrid does not change a record whose copy may be in a cache that does not answer.
+            with contextlib.suppress(StoreUnavailable):
+                theirs = perform(stand.store, *question)
+                self._compare(perform(table, *question), theirs)
+        if look:
+            self.look()
+
+    def look(self) -> None:
+        """Compare the records."""
+        self.table.now_us = self.stand.clock()
+        self._compare(self.table.get(KEY), self.stand.store.get(KEY))
+
+    def _compare(self, ours: Any, theirs: Any) -> None:
+        self.asked += 1
+        if not self.stand.same(ours, theirs):
+            way = " · ".join(self.trail)
+            raise Disagreement(f"{self.stand.name}, after {way}: {theirs}, but by the table {ours}")
+
+    def question(self, call: Call) -> tuple[Any, ...]:
+        stored = self.table.stored
+        again = call.same and stored is not None
+        attempt = stored.attempt if again and stored else b"%08d" % next(self.attempts)
+        token, claim = call.token, None
+        if token is not None:
+            token += stored.record.token if stored else self.table.highest or 1
+        if call.claim:
+            claim = replace(stored_of(call.claim, 0).record, token=token or 0)
+            if stored is not None:  # the model counts to two
+                claim.attempts = stored.record.attempts
+        return call, attempt, token, claim
+
+
+@dataclass
+class Walked:
+    """How many transitions a walk took, of how many, by how many questions."""
+
+    taken: int = 0
+    of: int = 0
+    asked: int = 0
+    seconds: float = 0.0
+    broken: str = ""
+
+
+def walk(
+    graph: Graph,
+    stand: Stand,
+    *,
+    seed: int = 1,
+    seconds: float = 1e9,
+    kind: Callable[[int], object] = int,
+) -> Walked:
+    """Take every question to each ``kind`` of record, in an order that chance chooses; end after so many seconds."""
+    began, replay, chance = time.monotonic(), Replay(stand, seed), random.Random(seed)
+    left: dict[int, list[Call]] = {}
+    kinds: set[object] = set()
+    for node in chance.sample(sorted(graph), len(graph)):
+        for call in chance.sample(sorted(graph[node], key=repr), len(graph[node])):
+            # A settle that meets a record has no more of its claim than the token.
+            each = kind(node), call._replace(claim=call.claim if not node else call.claim > 0)
+            if kind is int or each not in kinds:
+                kinds.add(each)
+                left.setdefault(node, []).append(call)
+    nexts = {node: dict.fromkeys(edges.values()) for node, edges in graph.items()}
+    how = {(node, after): call for node, edges in graph.items() for call, after in edges.items()}
+    walked = Walked(of=sum(map(len, left.values())))
+    try:
+        replay.begin()
+        while left and time.monotonic() < began + seconds:
+            node = replay.node
+            if node in left:
+                calls = left.pop(node)
+                quiet = [call for call in calls if graph[node][call] == node]
+                loud = [call for call in calls if graph[node][call] != node]
+                walked.taken += len(quiet) + bool(loud)
+                for call in quiet:
+                    replay.ask(call, look=False)
+                replay.look()
+                if loud:
+                    replay.ask(loud.pop())
+                if loud:
+                    left[node] = loud
+            elif (way := _way(nexts, node, left)) is not None:
+                for before, after in itertools.pairwise(way):
+                    replay.ask(how[before, after])
+                    if replay.node != after:
+                        del nexts[before][after]  # it was about to die, or the other way round
+                        break
+            elif node:
+                replay.begin()
+            else:
+                break
+    except Disagreement as disagreement:
+        walked.broken = str(disagreement)
+    walked.asked, walked.seconds = replay.asked, time.monotonic() - began
+    return walked
+
+
+def _way(nexts: dict[int, Any], start: int, left: dict[int, Any]) -> list[int] | None:
+    """Return the shortest way to a node that has anything left."""
+    came: dict[int, int] = {start: start}
+    queue = deque([start])
+    while queue:
+        node = queue.popleft()
+        if node in left:
+            way = [node]
+            while way[-1] != start:
+                way.append(came[way[-1]])
+            return way[::-1]
+        for after in nexts.get(node, ()):
+            if after not in came:
+                came[after] = node
+                queue.append(after)
+    return None
+
+
+@cache
+def life_aside(node: int) -> int:
+    """Return a record but for how long it lives, which no rule looks at."""
+    return number_of(stored_of(node, 0)._replace(expires_ms=TICK)) if node else 0
+
+
+@cache
+def shape(node: int) -> object:
+    """Return what most rules look at."""
+    if not node:
+        return None
+    record = stored_of(node, 0).record
+    over = record.deadline_ms is not None and record.deadline_ms <= 0
+    return (
+        record.state,
+        over,
+        record.swept,
+        bool(record.steps),
+        record.message is None,
+        record.reserved,
+    )
+
+
+def graph_of(most: int = MOST, scopes: Sequence[Scope] = SCOPES) -> Graph:
+    """Return the transitions of scopes together."""
+    together: Graph = {}
+    for scope in scopes:
+        for node, edges in (explored(scope, most).graph or {}).items():
+            if node and number_of(stored_of(node, 0)) != node:
+                continue  # a deadline that is over by as much as a clock is set back
+            known = together.setdefault(life_aside(node), {})
+            for call, after in edges.items():
+                # One that dies with this tick lives on elsewhere.
+                known[call] = life_aside(after) or known.get(call, 0)
+    return together
+
+
+#: So many worlds of each scope make a small graph.
+SMALL = 1_500
+
+
+def graph_for(name: str, most: int = MOST) -> Graph:
+    """Return the graph for a store. A task's calls have its options in common: so a cache may go by those of each."""
+    return graph_of(most, [scope for scope in SCOPES if name != "hybrid" or not scope.each_runs])
+
+
+def run(options: Options) -> list[Row]:
+    seconds = 3600.0 if options.full else 75.0
+    graphs = {name: graph_for(name) for name in STORES}
+
+    def do(name: str) -> Walked:
+        logging.disable()  # a cache that is broken on purpose warns
+        with opened(name) as stand:
+            return walk(graphs[name], stand, seed=options.seed, seconds=seconds)
+
+    return rows_of(
+        "traces",
+        on_each(do),
+        lambda each: f"{each.taken:,} of {each.of:,} transitions, {each.asked:,} answers",
+    )
+
+
+def on_each(do: Callable[[str], T], names: Sequence[str] = STORES) -> list[tuple[str, T]]:
+    """Do something with each store, two at a time, in processes that have what this one has."""
+    with ThreadPool(2) as threads:
+        return list(zip(names, threads.map(partial(_forked, do), names, 1), strict=True))
+
+
+def _forked(do: Callable[[str], T], name: str) -> T:
+    ours, theirs = Pipe(duplex=False)
+    process = get_context("fork").Process(target=lambda: theirs.send(do(name)))
+    process.start()
+    theirs.close()
+    try:
+        done: T = ours.recv()
+    except EOFError:
+        raise RuntimeError(f"the process that asked {name} ended without a result") from None
+    process.join()
+    return done
+
+
+def rows_of(part: str, done: list[tuple[str, Any]], much: Callable[[Any], str]) -> list[Row]:
+    return [
+        Row(
+            name=f"{part}: {name}",
+            what="the model's transitions"
+            if part == "traces"
+            else "pairs of verbs, at every position",
+            how_many=much(each),
+            found=each.broken or "every answer as by the table",
+            command=f"python -m tests.proof {part}",
+            held=not each.broken,
+        )
+        for name, each in done
+    ]
