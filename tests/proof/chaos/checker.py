@@ -1,0 +1,228 @@
+"""Decides from what was noted: nothing lost, nothing doubled, no run beside another, but what a named fault explains.
+
+::
+
+    claim 1 ─ effect ─ ✗ a fault before its settle ─ claim 2 ─ effect      doubled, and explained
+    claim 1 ─ effect ─ settle ─ claim 2                                    wrong, unless the store lost its data
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from tests.proof.chaos.tasks import CANVASES, EACH_RUNS, LEASE
+
+#: The verbs that end a claim.
+ENDS = ("settled", "released", "lease_lost", "settle_failed")
+#: How much later than the fact a note may come, on a machine that is busy.
+LATE = 2.0
+#: So much is left of a lease at least when its store goes away: it is renewed after a third.
+LEFT = LEASE * 2 / 3
+
+Note = dict[str, Any]
+
+
+def missing(notes: Iterable[Note]) -> set[str]:
+    """Return the units that were promised, and took no effect."""
+    promised, done = set(), set()
+    for note in notes:
+        if note["what"] == "call":
+            promised.update(note["units"])
+        elif note["what"] == "effect":
+            done.add(note["unit"])
+    return promised - done
+
+
+def _ends_worker(fault: Note, ended: Note) -> bool:
+    """Does a worker end by this fault: by a signal that it got, or as it does without its broker?"""
+    is_near = fault["t"] < ended["t"] < fault["end"] + 15
+    return ended["pids"][0] in fault["pids"] or (fault["explains"] == "broker" and is_near)
+
+
+class Checker:
+    """What was found: ``doubled`` and ``lost`` with their reasons, ``wrong`` without."""
+
+    def __init__(self, notes: Sequence[Note], *, store: str, broker: str, library: str) -> None:
+        self._broker, self._is_ours = broker, library == "ours"
+        self._notes = sorted(notes, key=lambda note: note["t"])
+        self._start = next(note["t"] for note in self._notes if note["t"])
+        self.wrong: list[str] = []
+        self.missed: list[str] = []
+        self.doubled: list[str] = []
+        self.lost: list[str] = []
+        self.verbs: Counter[str] = Counter()
+        self.calls = self.effects = 0
+        self._faults = self._read_faults(may_lose=store == "sentinel")
+        self.faults = Counter(each["fault"] for each in self._faults if "n" in each)
+        self._claims: dict[str, list[Note]] = defaultdict(list)
+        self._ends: dict[tuple[str, int], Note] = {}
+        self._seen: set[str] = set()
+        for note in self._notes:
+            if note["what"] == "verb":
+                self._read_verb(note)
+        if self._is_ours:
+            for claims in self._claims.values():
+                self._check_claims(claims)
+            self._check_values()
+        self._check_effects()
+        self._check_calls()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _read_faults(self, *, may_lose: bool) -> list[Note]:
+        """Return the faults, each with its ``end`` and the ``pids`` or ``key`` it struck; and workers that ended."""
+        faults: dict[int, Note] = {}
+        ended = []
+        for note in self._notes:
+            if note["what"] == "strike":
+                faults[note["n"]] = {**note, "end": self._notes[-1]["t"]}
+                faults[note["n"]] |= {"pids": (), "key": ""}
+                if may_lose and note["explains"] == "away":
+                    faults[note["n"]]["explains"] = "away, lost"  # a replica becomes the master
+            elif note["what"] == "struck":
+                faults[note["n"]] |= {"pids": note["pids"], "key": note["key"]}
+            elif note["what"] == "healed":
+                faults[note["n"]]["end"] = note["t"]
+            elif note["what"] == "missed":
+                self.missed.append(f"{faults[note['n']]['fault']}: {note['why']}")
+            elif note["what"] == "ended":
+                causes = [each for each in faults.values() if _ends_worker(each, note)]
+                if not causes:
+                    self.wrong.append(f"{note['name']} ended by itself, with {note['code']}")
+                name = f"a worker's end after {causes[-1]['fault'] if causes else 'nothing'}"
+                about = {"fault": name, "explains": "died", "pids": note["pids"], "key": ""}
+                ended.append({"t": note["t"] - 5, "end": note["t"], **about})
+        return [*faults.values(), *ended]
+
+    def _read_verb(self, note: Note) -> None:
+        self.verbs[note["verb"]] += 1
+        self._seen.add(note["task_id"])
+        if note["verb"] == "claimed":
+            self._claims[note["id"]].append(note)
+        elif note["verb"] in ENDS:
+            self._ends.setdefault((note["id"], note["token"]), note)
+
+    # -- what explains -------------------------------------------------------------------------------------------------
+
+    def _at(self, t: float) -> str:
+        return f"{t - self._start:.1f} s"
+
+    def _explain(self, claim: Note, until: float) -> str:
+        """Name the fault by which a claim was over before its own end."""
+        away: list[tuple[float, float]] = []
+        for fault in self._faults:
+            begin, end = max(fault["t"], claim["t"]), min(fault["end"], until)
+            explains, was_hit = fault["explains"], claim["pid"] in fault["pids"]
+            told = f"{fault['fault']} at {self._at(fault['t'])}"
+            if explains == "limit" and claim["id"].endswith(f" key {fault['key']}"):
+                return told
+            if begin > end + 1:
+                continue
+            if explains == "stepped" or (explains == "died" and was_hit):
+                return told
+            if explains == "frozen" and was_hit and end - begin > LEFT:
+                return told
+            if "away" in explains:
+                away.append((begin, min(end + 2, until)))  # a client asks again after a pause
+        total = reached = 0.0
+        for begin, end in sorted(away):
+            total += max(0.0, end - max(begin, reached))
+            reached = max(reached, end)
+        return f"the store was away for {total:.1f} s" if total > LEFT else ""
+
+    def _data_lost(self, settled: float, until: float) -> str:
+        for fault in self._faults:
+            if "lost" in fault["explains"] and settled < fault["end"] + 1 and fault["t"] < until:
+                return f"{fault['fault']} at {self._at(fault['t'])}"
+        return ""
+
+    # -- what is decided -----------------------------------------------------------------------------------------------
+
+    def _check_claims(self, claims: list[Note]) -> None:
+        """No claim beside another, none after an end that answers it, and tokens that grow."""
+        for first, second in pairwise(claims):
+            told = f"{first['id']}: claims {first['token']} and {second['token']}, the second at "
+            told += self._at(second["t"])
+            end = self._ends.get((first["id"], first["token"]))
+            if end and (end["t"] > second["t"] + LATE or end["verb"] == "settle_failed"):
+                end = None
+            is_lost = self._data_lost(end["t"] if end else first["t"], second["t"])
+            explained = is_lost or self._explain(first, second["t"])
+            if second["token"] <= first["token"] and not explained:
+                self.wrong.append(f"{told}: tokens do not grow")
+            if end is None:
+                if not explained:
+                    self.wrong.append(f"{told}: beside one another, without a fault")
+            elif end["verb"] == "settled" and not is_lost:
+                each_runs = first["id"].split()[0] in EACH_RUNS
+                if not each_runs or first["task_id"] == second["task_id"]:
+                    self.wrong.append(f"{told}: settled at {self._at(end['t'])}, and claimed again")
+
+    def _check_values(self) -> None:
+        """The first result stays: every duplicate gets the same."""
+        told: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for note in self._notes:
+            if note.get("verb") == "replayed" and "value" in note:
+                told[note["id"], note["token"]].add(note["value"])
+        self.wrong += [
+            f"{of}: replayed with two values" for of, some in told.items() if len(some) > 1
+        ]
+
+    def _check_effects(self) -> None:
+        units: dict[str, list[Note]] = defaultdict(list)
+        for note in self._notes:
+            if note["what"] == "effect":
+                units[note["unit"]].append(note)
+        self.effects = sum(map(len, units.values()))
+        unsure = {note["key"] for note in self._notes if note["what"] == "unsure"}
+        for unit, effects in units.items():
+            # A mark without retention lives for one lease: a redelivery after that runs again.
+            if not unit.startswith("brief") and unit.split()[1].partition("/")[0] not in unsure:
+                for first, second in pairwise(effects):
+                    why = self._of_double(first, second) if self._is_ours else "-"
+                    told = f"{unit} at {self._at(first['t'])} and {self._at(second['t'])}"
+                    self._decide(self.doubled, f"doubled: {told}", why)
+
+    def _of_double(self, first: Note, second: Note) -> str:
+        if first["token"] == second["token"] or "id" not in first or first["id"] != second["id"]:
+            return ""  # by one claim, in a transaction, or under two keys
+        end = self._ends.get((first["id"], first["token"]))
+        if end is not None and end["verb"] == "settled" and end["t"] < second["t"]:
+            return self._data_lost(end["t"], second["t"])
+        claims = [each for each in self._claims[first["id"]] if each["token"] == first["token"]]
+        lost = self._data_lost(first["t"], second["t"])
+        return lost or self._explain((*claims, first)[0], second["t"])
+
+    def _check_calls(self) -> None:
+        gone = missing(self._notes)
+        for call in self._notes:
+            if call["what"] == "call":
+                self.calls += 1
+                for unit in sorted(gone.intersection(call["units"])):
+                    gone.remove(unit)
+                    why = self._of_loss(call, unit) if self._is_ours else "-"
+                    self._decide(self.lost, f"lost: {unit}, called at {self._at(call['t'])}", why)
+
+    def _of_loss(self, call: Note, unit: str) -> str:
+        """Name the fault by which a message may be gone that nobody claimed: of Redis, or acknowledged early.
+
+        The body of a chord is Celery's to publish: while the broker is away the chord ends with an error.
+        """
+        begun, faults = (
+            call["first"],
+            [f for f in self._faults if f["explains"] in ("died", "broker")],
+        )
+        was_seen = call["kind"] not in CANVASES and call["result"] in self._seen
+        if call["kind"] == "chord" and unit.endswith("/3"):
+            parts = [x["t"] for x in self._notes if x.get("unit", "").startswith(unit[:-1])]
+            faults = [f for f in faults if any(f["t"] - 3 < t < f["end"] + 1 for t in parts)]
+        elif was_seen or (self._broker != "redis" and call["kind"] != "early"):
+            return ""
+        found = next((fault for fault in faults if fault["end"] > begun), None)
+        return f"{found['fault']} at {self._at(found['t'])}" if found else ""
+
+    def _decide(self, explained: list[str], told: str, why: str) -> None:
+        explained.append(f"{told}: {why}") if why else self.wrong.append(f"{told}, without a fault")
