@@ -21,7 +21,7 @@ from tests.proof.chaos.checker import Checker, missing
 from tests.proof.chaos.servers import BROKERS, STORES, Servers
 from tests.proof.chaos.tasks import CANVASES, LIBRARIES
 
-QUIET_S, LONGEST_S = 25, 120
+QUIET_S, LONGEST_S = 30, 200
 COLUMNS = ("calls", "operations", "faults", "effects", "lost", "doubled", "wrong")
 
 

@@ -47,7 +47,7 @@ _LONG = (4.0, 9.0)
 _FROZEN = (LEASE + 1.0, LEASE + 4.0)
 
 
-def _kill(pids: list[int], number: int = signal.SIGKILL) -> list[int]:
+def send(pids: list[int], number: int = signal.SIGKILL) -> list[int]:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -57,7 +57,7 @@ def _kill(pids: list[int], number: int = signal.SIGKILL) -> list[int]:
 def _to_main(number: int) -> Strike:
     def begin(arena: Arena, chance: float) -> list[int]:
         pids: list[int] = arena.pids(chance)
-        _kill(pids[:1], number)
+        send(pids[:1], number)
         return pids
 
     return begin
@@ -66,7 +66,7 @@ def _to_main(number: int) -> Strike:
 def _terminate_twice(arena: Arena, chance: float) -> list[int]:
     pids: list[int] = _to_main(signal.SIGTERM)(arena, chance)
     time.sleep(0.3)
-    _kill(pids[:1], signal.SIGTERM)
+    send(pids[:1], signal.SIGTERM)
     return pids
 
 
@@ -79,7 +79,7 @@ def _freeze(arena: Arena, pids: list[int]) -> list[int]:
 
 
 def _thaw(arena: Arena, _: float) -> None:
-    _kill(arena.frozen, signal.SIGCONT)
+    send(arena.frozen, signal.SIGCONT)
 
 
 def _limit(**options: float) -> Strike:
@@ -191,9 +191,9 @@ _HEAL: dict[str, Strike] = {
 }
 # fmt: off
 FAULTS = (
-    Fault("child killed", "worker", "died", _NOW, (), lambda a, c: _kill([a.child(c)])),
+    Fault("child killed", "worker", "died", _NOW, (), lambda a, c: send([a.child(c)])),
     Fault("worker killed", "worker", "died", _NOW, (), _to_main(signal.SIGKILL)),
-    Fault("group killed", "worker", "died", _NOW, (), lambda a, c: _kill(a.pids(c))),
+    Fault("group killed", "worker", "died", _NOW, (), lambda a, c: send(a.pids(c))),
     Fault("terminated twice", "worker", "died", _NOW, (), _terminate_twice),
     Fault("cold shutdown", "worker", "died", _NOW, (), _to_main(signal.SIGQUIT)),
     Fault("restarted at once", "worker", "nothing", _NOW, (), lambda a, c: a.succeed(c)),

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery, Task, chain, chord, group
-from celery.signals import worker_ready
 
 from benchmarks import libraries
 from celery_idempotent import current_claim, http, signals
 from celery_idempotent.celery import publishing, sweep
-from tests.support.apps import configure, hurry, wanted
+from tests.support.apps import configure, wanted
 
 #: How long a claim lives, and how soon a message without a claim is sent again, in seconds.
 LEASE, RESEND = 5, 5
@@ -202,4 +201,3 @@ def note_verbs() -> None:
 if _wanted := wanted():
     app = make_app(_wanted["settings"], _wanted["library"])
     note_verbs()
-    worker_ready.connect(hurry, weak=False)
