@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.proof import Options, Row
 from tests.proof.chaos import plan as planning
 from tests.proof.chaos.arena import Arena
 from tests.proof.chaos.checker import Checker, missing
@@ -61,6 +62,26 @@ def run(
         say(f"the notes and the logs of the workers: {directory}")
     else:
         shutil.rmtree(directory, ignore_errors=True)
+    return found
+
+
+def rows(options: Options) -> list[Row]:
+    """Return the rows of ``make proof``."""
+    pairs = [(store, broker) for store in STORES for broker in BROKERS]
+    found = []
+    for store, broker in pairs if options.full else [pairs[options.seed % len(pairs)]]:
+        did = run(options.seed, 60, store, broker)
+        calls, operations, faults, _, lost, doubled, wrong = figures(did)
+        found.append(
+            Row(
+                name="chaos",
+                what=f"{store}, {broker}: {len(did.faults)} kinds of fault",
+                how_many=f"{calls} calls, {operations} operations, {faults} faults",
+                found=f"{wrong} wrong; by a named fault {doubled} doubled, {lost} lost",
+                command=f"python -m tests.proof.chaos --seed {options.seed} --store {store} --broker {broker}",
+                held=not wrong,
+            )
+        )
     return found
 
 
