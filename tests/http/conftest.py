@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
+from celery import Celery
+from django.test import RequestFactory, override_settings
 
 from tests.http.sites import Site, Web, open_site
+from tests.sql.databases import ready
 from tests.support.servers import embedded_redis
 
 
@@ -32,3 +37,20 @@ def asgi(running: Site) -> Web:
     web = Web(command, running.directory, running.env, "asgi")
     running.children.append(web)
     return web.start()
+
+
+@pytest.fixture(scope="module")
+def django(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Django, set up in this process; its views work with the ``app`` of the module, if there is one."""
+    app = getattr(request.module, "app", None)
+    is_given = isinstance(app, Celery)
+    settings = override_settings(CELERY_IDEMPOTENT_APP=app) if is_given else nullcontext()
+    with ready(tmp_path_factory.mktemp("django")), settings:
+        yield
+
+
+@pytest.fixture
+def factory() -> Any:
+    return RequestFactory()

@@ -36,7 +36,13 @@ class Http1:
         self.socket = socket.create_connection(("127.0.0.1", port), 60)
 
     def send(self, method: str, path: str, headers: Headers, body: bytes) -> None:
-        lines = [f"{method} {path} HTTP/1.1", "Host: a", *(f"{k}: {v}" for k, v in headers), "", ""]
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            "Host: 127.0.0.1",
+            *(f"{k}: {v}" for k, v in headers),
+            "",
+            "",
+        ]
         self.socket.sendall("\r\n".join(lines).encode("latin-1") + body)
 
     def stop(self) -> None:

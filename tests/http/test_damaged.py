@@ -17,7 +17,6 @@ from celery_idempotent.django.http.responses import status
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
-from tests.sql.databases import ready
 from tests.support.records import settle_key
 
 app = Celery("damaged", broker="memory://", backend="cache+memory://", set_as_current=False)
@@ -45,11 +44,9 @@ def task() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ready(tmp_path_factory.mktemp("damaged")):
-        options = {"scope": lambda _: "caller"}
-        with override_settings(IDEMPOTENCY_HTTP=options, CELERY_IDEMPOTENT_APP=app):
-            yield
+def _caller(django: None) -> Iterator[None]:
+    with override_settings(IDEMPOTENCY_HTTP={"scope": lambda _: "caller"}):
+        yield
 
 
 def deep(depth: int) -> bytes:

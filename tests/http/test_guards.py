@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from celery import Celery
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 from django.http import HttpResponse, JsonResponse
-from django.test import RequestFactory, override_settings
+from django.test import override_settings
 from django.utils.decorators import method_decorator
 from django.views import View
 
@@ -22,32 +22,19 @@ from celery_idempotent.http.status import describe
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
-from tests.sql.databases import ready
 from tests.support.records import claim_key, settle_key
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("django")
+
 app = Celery("guards", broker="memory://", set_as_current=False)
 app.conf.idempotency_store = "memory://"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with (
-        ready(tmp_path_factory.mktemp("guards")),
-        override_settings(CELERY_IDEMPOTENT_APP=app),
-    ):
-        yield
 
 
 @pytest.fixture
 def options() -> dict[str, Any]:
     """What the views are guarded with."""
     return {"scope": lambda _: "caller"}
-
-
-@pytest.fixture
-def factory() -> Any:
-    return RequestFactory()
 
 
 @pytest.fixture

@@ -28,18 +28,15 @@ from celery_idempotent.protocol import lease
 from celery_idempotent.records import State, Stored
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
-from tests.sql.databases import execute, ready, rows
+from tests.http.test_routes import messages
+from tests.sql.databases import execute, rows
 from tests.support.apps import redefine
 from tests.support.records import settle_key
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("django")
+
 Ask = Callable[..., Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ready(tmp_path_factory.mktemp("orders")):
-        yield
 
 
 @pytest.fixture
@@ -298,16 +295,6 @@ def test_what_is_sent_after_the_commit_is_the_call_as_it_was(
         channel: Any = connection.channel()
         found = channel.basic_get(app.conf.task_default_queue, no_ack=True)
     assert json.loads(found.body)[1] == {"amount": 1}
-
-
-def messages(app: Celery) -> int:
-    """Take what the broker has in the app's queue; return how many messages that were."""
-    found = 0
-    with app.connection_for_read() as connection:
-        channel: Any = connection.channel()
-        while channel.basic_get(app.conf.task_default_queue, no_ack=True):
-            found += 1
-    return found
 
 
 def test_a_hook_that_fails_after_the_commit_does_not_keep_the_message_back(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.http import HttpResponse
-from django.test import RequestFactory, override_settings
+from django.test import override_settings
 from django.test.utils import isolate_apps
 from django.views import View
 
@@ -28,18 +27,8 @@ from celery_idempotent.http.guard import Guard
 from celery_idempotent.http.requests import http_identity, read_key
 from celery_idempotent.records import Stored
 from celery_idempotent.stores import open_store
-from tests.sql.databases import ready
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ready(tmp_path_factory.mktemp("parts")):
-        yield
-
-
-@pytest.fixture
-def factory() -> Any:
-    return RequestFactory()
+pytestmark = pytest.mark.usefixtures("django")
 
 
 def view(_request: Any) -> None:

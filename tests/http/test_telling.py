@@ -20,18 +20,13 @@ from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import State, Stored
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
-from tests.sql.databases import ready
 from tests.support.records import settle_key
 from tests.support.telling import Heard, assert_told, listening
 
+pytestmark = pytest.mark.usefixtures("django")
+
 app = Celery("told", broker="memory://", backend="cache+memory://", set_as_current=False)
 app.conf.idempotency_store = "memory://"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ready(tmp_path_factory.mktemp("showing")):
-        yield
 
 
 @pytest.fixture

@@ -1,19 +1,12 @@
-"""Views of every kind take effect once for each key, and their answers are repeated as they were, or not at all."""
+"""Views on a server: who calls, who waits, a lease, a step."""
 
 from __future__ import annotations
 
 from concurrent.futures import wait
 from typing import Any
 
-import pytest
-
-from tests.http.sites import Answer, Site, Web, at_once, in_background, new_key
+from tests.http.sites import Answer, Site, at_once, in_background, new_key
 from tests.support.waiting import wait_for
-
-
-@pytest.fixture(params=["wsgi", "asgi"])
-def web(request: pytest.FixtureRequest, site: Site) -> Web:
-    return site.web if request.param == "wsgi" else request.getfixturevalue("asgi")
 
 
 def post(web: Any, name: str, body: Any = None, *, key: str | None, **headers: Any) -> Answer:
@@ -29,50 +22,12 @@ def runs(site: Site, key: str) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("plain", "coroutine", "classy", "async-classy", "by-method/7", "template"),
-        *("rest_inside", "things"),
-    ],
-)
-def test_a_view_of_any_kind_runs_once_and_answers_twice(site: Site, web: Web, name: str) -> None:
-    key = new_key()
-    first, again = (post(web, name, {"a": 1}, key=key) for _ in range(2))
-    assert 200 <= first.status < 300
-    assert (first.replayed, again.replayed) == (False, True)
-    assert (again.status, again.body) == (first.status, first.body)
-    assert again.headers["Content-Type"] == first.headers["Content-Type"]
-    other = post(web, name, {"a": 2}, key=key)
-    assert other.problem() == (422, "idempotency_key_reused")
-    assert post(web, name, {"a": 1}, key=None).problem() == (400, "idempotency_key_missing")
-    assert runs(site, key) == 1
-
-
-@pytest.mark.parametrize("name", ["rest_inside", "things"])
-def test_in_the_rest_framework_the_caller_is_who_it_authenticated(site: Site, name: str) -> None:
-    key = new_key()
+def test_in_the_rest_framework_the_caller_is_who_it_authenticated(site: Site) -> None:
+    name, key = "rest_inside", new_key()
     assert post(site, name, {}, key=key, user="alice").status < 300
     assert post(site, name, {}, key=key, user="bob").replayed is False
     assert post(site, name, {}, key=key, user=None).problem()[0] == 401
     assert runs(site, key) == 2
-
-
-def test_coroutines_run_at_the_same_time_and_each_key_once(site: Site, asgi: Web) -> None:
-    keys = [new_key() for _ in range(4)] * 3
-    remaining = iter(keys)
-    answers = at_once(lambda: post(asgi, "coroutine", key=next(remaining)), len(keys))
-    assert {answer.status for answer in answers} <= {201, 409}
-    for key in set(keys):
-        assert runs(site, key) == 1
-        assert post(asgi, "coroutine", key=key).status == 201
-
-
-def test_safe_methods_pass(site: Site) -> None:
-    for key in (None, new_key(), "bad key,"):
-        answer = site.ask("GET", "/t/classy/", key=key)
-        assert (answer.status, answer.json) == (200, {"key": None})
-    assert site.ask("OPTIONS", "/t/classy/").status == 200
 
 
 def test_a_patient_view_waits_for_the_first_answer(site: Site) -> None:

@@ -20,20 +20,16 @@ urlpatterns = [
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
-            *("plain", "patient", "template"),
-            *("stepping", "slow", "coroutine", "rest_inside"),
+            *("plain", "patient"),
+            *("stepping", "slow", "rest_inside"),
             *("throttled", "form", "form_read", "rest_form", "form_later"),
             *("form_bare_later", "aform_later"),
         )
     ],
-    path("t/classy/", csrf_exempt(views.Classy.as_view())),
-    path("t/async-classy/", csrf_exempt(views.AsyncClassy.as_view())),
-    path("t/by-method/<int:number>/", csrf_exempt(views.ByMethod.as_view())),
     path("t/broken/", csrf_exempt(views.broken)),
     path("t/abroken/", csrf_exempt(views.abroken)),
     path("t/announcing/", csrf_exempt(views.announcing)),
     path("t/rolled-back/", views.rolled_back),
     path("t/hesitating/", views.hesitating),
     path("t/at-once/", views.at_once),
-    path("t/things/", views.Things.as_view({"post": "create"})),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -15,14 +14,10 @@ from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
 from django.http import HttpResponse, JsonResponse
-from django.template import engines
-from django.template.response import TemplateResponse
-from django.views import View
 from rest_framework.decorators import api_view, parser_classes, throttle_classes
 from rest_framework.parsers import FormParser, JSONParser, MultiPartParser
 from rest_framework.response import Response
 from rest_framework.throttling import SimpleRateThrottle
-from rest_framework.viewsets import ViewSet
 
 from celery_idempotent import current_claim
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
@@ -69,12 +64,6 @@ def patient(request: Any) -> HttpResponse:
 
 
 @guarded
-def template(request: Any) -> HttpResponse:
-    made = engines["django"].from_string("run {{ run }}")
-    return TemplateResponse(request, made, {"run": ran(request)})  # type: ignore[arg-type]
-
-
-@guarded
 def stepping(request: Any) -> HttpResponse:
     """Fail after a step, the first time."""
     claim = current_claim()
@@ -93,36 +82,6 @@ def slow(request: Any) -> HttpResponse:
     number = ran(request)
     time.sleep(float(request.GET["seconds"]))
     return JsonResponse({"run": number})
-
-
-@guarded
-async def coroutine(request: Any) -> HttpResponse:
-    number = ran(request)
-    await asyncio.sleep(0.3)
-    return JsonResponse({"run": number, "nonce": os.urandom(8).hex()}, status=201)
-
-
-class Classy(View):
-    @idempotent_view(scope=caller)
-    def post(self, request: Any) -> HttpResponse:
-        return JsonResponse({"run": ran(request)})
-
-    @idempotent_view(scope=caller)
-    def get(self, request: Any) -> HttpResponse:
-        return JsonResponse({"key": request.idempotency_key})
-
-
-class AsyncClassy(View):
-    @idempotent_view(scope=caller)
-    async def post(self, request: Any) -> HttpResponse:
-        await asyncio.sleep(0)
-        return JsonResponse({"run": ran(request)})
-
-
-class ByMethod(View):
-    @idempotent_view(scope=caller)
-    def post(self, request: Any, number: int) -> HttpResponse:
-        return JsonResponse({"run": ran(request), "number": number})
 
 
 @api_view(["POST"])
@@ -145,12 +104,6 @@ class OnceAnHour(SimpleRateThrottle):
 @idempotent_view
 def throttled(request: Any) -> Response:
     return Response({"run": ran(request)})
-
-
-class Things(ViewSet):
-    @idempotent_view
-    def create(self, request: Any) -> Response:
-        return Response({"run": ran(request), "data": request.data}, status=201)
 
 
 @non_atomic_requests

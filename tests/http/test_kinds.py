@@ -1,0 +1,174 @@
+"""Views of Django of every kind: each runs once, answers twice, asks ``authorize``, and refuses what is too large."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.http import HttpResponse, JsonResponse
+from django.test import Client, RequestFactory, override_settings
+from django.urls import path
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
+from celery_idempotent.django.http.responses import status
+from tests.http.kinds import kinds
+from tests.http.sites import new_key
+
+pytestmark = pytest.mark.usefixtures("django")
+
+KINDS = (
+    *("plain", "coroutine", "template", "handler", "async-handler"),
+    *("rest", "rest-function", "view-set"),
+)
+FORM = "application/x-www-form-urlencoded"
+OPTIONS: dict[str, Any] = {"scope": lambda _: "caller"}
+
+app = Celery("kinds", broker="memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+
+
+def ask(
+    view: Any, key: str | None, body: bytes = b"", kind: str = FORM, *, method: str = "POST"
+) -> Any:
+    """Ask a view about object 5."""
+    module = ModuleType("urls_of_kinds")
+    module.__dict__["urlpatterns"] = [path("<int:pk>/", view)]
+    client: Any = Client(raise_request_exception=False, HTTP_HOST="localhost")
+    headers = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
+    with override_settings(ROOT_URLCONF=module):
+        return client.generic(method, "/5/", body, content_type=kind, **headers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_runs_once_and_answers_twice(kind: str) -> None:
+    def work(request: Any, pk: int) -> tuple[int, Any]:
+        runs.append(getattr(request, "_request", request).idempotency_key)
+        return 201, {"run": len(runs), "pk": pk}
+
+    runs: list[str] = []
+    view, key = kinds(idempotent_view(**OPTIONS), work)[kind], new_key()
+    first, again = (ask(view, key, b"a=1") for _ in range(2))
+    assert (first.status_code, json.loads(first.content)) == (201, {"run": 1, "pk": 5})
+    assert (again.status_code, again.content) == (201, first.content)
+    assert [each.get("Idempotent-Replayed") for each in (first, again)] == [None, "true"]
+    assert again["Content-Type"] == first["Content-Type"]
+    for asked, code in (((key, b"a=2"), 422), ((None, b"a=1"), 400)):
+        assert ask(view, *asked).status_code == code
+    assert runs == [key]
+
+
+@pytest.mark.parametrize("kind", ["plain", "coroutine"])
+def test_a_safe_method_passes(kind: str) -> None:
+    view = kinds(
+        idempotent_view(**OPTIONS), lambda request, **_: (200, {"key": request.idempotency_key})
+    )
+    for key in (None, new_key(), "bad key,"):
+        answer = ask(view[kind], key, method="GET")
+        assert (answer.status_code, json.loads(answer.content)) == (200, {"key": None})
+
+
+# Authorize -----------------------------------------------------------------------------------------------------------
+
+
+async def nobody() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("kind", ["plain", "coroutine", "handler", "rest"])
+def test_it_is_asked_with_the_request_and_its_url_for_replays_alone(kind: str) -> None:
+    asked: list[Any] = []
+    unawaited = nobody()
+    answers: dict[Any, int] = {
+        True: 200,
+        "an object": 403,
+        False: 403,
+        None: 403,
+        unawaited: 403,
+        HttpResponse(status=418): 418,
+    }
+
+    def authorize(request: Any, pk: int) -> Any:
+        asked.append((request.method, pk))
+        return answer
+
+    guarded = idempotent_view(**OPTIONS, authorize=authorize)
+    view, key = kinds(guarded, lambda _, pk: (200, {"private": pk}))[kind], new_key()
+    for answer in answers:
+        assert ask(view, key).status_code == (answers[answer] if asked else 200)
+        if not asked:
+            assert ask(view, key).status_code == 200
+    assert asked == [("POST", 5)] * len(answers)
+    unawaited.close()
+
+
+def test_the_status_resource_cannot_ask_and_tells_no_more_than_the_status() -> None:
+    @idempotent_view(**OPTIONS)
+    def view(request: Any) -> Any:
+        return JsonResponse({"private": 1}, status=201, headers={"Location": "/private/"})
+
+    key, factory = new_key(), RequestFactory()
+    assert view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)).status_code == 201
+    with override_settings(IDEMPOTENCY_HTTP=OPTIONS):
+        shown: Any = status(factory.get("/"), "http", key)
+    told = json.loads(shown.content)
+    assert (told["state"], told["result"]) == ("COMPLETED", {"status": 201})
+
+
+# Limits --------------------------------------------------------------------------------------------------------------
+
+
+def parts(count: int, *, file: bool) -> bytes:
+    name = '; filename="a.txt"' if file else ""
+    lines = [
+        f'--x\r\nContent-Disposition: form-data; name="a"{name}\r\n\r\n1\r\n' for _ in range(count)
+    ]
+    return "".join([*lines, "--x--\r\n"]).encode()
+
+
+#: What is over which limit.
+TOO_LARGE: dict[str, tuple[Any, ...]] = {
+    "ours": (b"a=" + b"1" * 30_000,),
+    "Django's of bytes": (b"a=" + b"1" * 15_000,),
+    "Django's of fields": (b"&".join([b"a=1"] * 101),),
+    "Django's of parts": (parts(103, file=False), "multipart/form-data; boundary=x"),
+    "Django's of files": (parts(11, file=True), "multipart/form-data; boundary=x"),
+}
+LIMITS = {
+    "DATA_UPLOAD_MAX_MEMORY_SIZE": 10_000,
+    "DATA_UPLOAD_MAX_NUMBER_FIELDS": 100,
+    "DATA_UPLOAD_MAX_NUMBER_FILES": 10,
+    "IDEMPOTENCY_HTTP": {"max_request_bytes": 20_000},
+}
+
+
+@pytest.mark.parametrize("limit", TOO_LARGE)
+@pytest.mark.parametrize("kind", ["plain", "coroutine", "rest-function"])
+@pytest.mark.parametrize("decorator", [idempotent_view, keyed_view])
+def test_a_request_over_a_limit_is_413_and_leaves_nothing(
+    decorator: Any, kind: str, limit: str
+) -> None:
+    if decorator is keyed_view and limit not in {"ours", "Django's of bytes"}:
+        pytest.skip("the view itself parses the form")
+    guarded, key = decorator(**OPTIONS), new_key()
+    view = kinds(guarded, lambda request, **_: (200, {"a": request.POST["a"]}))[kind]
+    with override_settings(**LIMITS):
+        answer, small = ask(view, key, *TOO_LARGE[limit]), ask(view, key, b"a=1")
+    assert (answer.status_code, answer.headers["Content-Type"]) == (413, "application/problem+json")
+    assert answer.json()["code"] == "request_too_large"
+    assert (small.status_code, small.json()) == (200, {"a": "1"}), "the key is free"
+
+
+def test_enqueue_itself_refuses_what_nobody_has_looked_at() -> None:
+    @app.task(base=IdempotentTask, name="limits.task", shared=False)
+    def task() -> None:
+        """Never comes to be published."""
+
+    request = RequestFactory().generic(
+        "POST", "/", b"1" * 30_000, "text/plain", HTTP_IDEMPOTENCY_KEY="k"
+    )
+    with override_settings(**LIMITS):
+        assert enqueue(request, task, scope="caller").status_code == 413
