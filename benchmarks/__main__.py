@@ -33,7 +33,7 @@ _BENCHMARKS = {
     "peers": (peers.run, "Other libraries, and ours"),
     "verbs": (verbs.run, "Time of a verb, p50"),
     "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
-    "http": (http.run, "Time that @idempotent_view adds to a request"),
+    "http": (http.run, "User-space instructions that a door adds to a request"),
     "instructions": (instructions.run, "User-space instructions"),
     "server": (server.run, "Instructions of the server for a task"),
 }
@@ -50,7 +50,7 @@ def main(names: tuple[str, ...], quick: bool, as_json: bool, seed: int | None) -
     """Measure what IdempotentTask costs, against celery.Task in the same run, on a Redis of its own. Each figure is a
     median, beside it the quartiles.
 
-    Without names: all; instructions and server only with valgrind and without --quick, sql only with a PostgreSQL.
+    Without names: all; http, instructions, server only with valgrind and without --quick, sql only with a PostgreSQL.
     """
     chosen = names or [name for name in _BENCHMARKS if _possible(name, quick=quick)]
     seed = secrets.randbelow(10_000) if seed is None else seed
@@ -86,7 +86,7 @@ def main(names: tuple[str, ...], quick: bool, as_json: bool, seed: int | None) -
 
 
 def _possible(name: str, *, quick: bool) -> bool:
-    if name in ("instructions", "server"):
+    if name in ("http", "instructions", "server"):
         return instructions.available() and not quick
     return name != "sql" or postgresql.available()
 

@@ -1,48 +1,37 @@
-"""HTTP: what ``@idempotent_view`` on Redis adds to a view, for a first request and for a repetition."""
+"""HTTP: the instructions that each door on Redis adds to a request, for a first one and for a repetition."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from benchmarks.figures import Figure, Spread, ratios
+from benchmarks.figures import Figure, Spread
+from benchmarks.instructions import available, count
 from benchmarks.session import BenchmarkError, Session
 
-#: What is measured, with the goal in milliseconds beyond the bare view.
-GOALS = {"first request": 0.3, "repetition": 0.15}
-BARE_VIEW, BARE_TRIP = "bare view", "bare EVALSHA"
+_DOORS, _KINDS = ("@idempotent_view", "WSGI", "ASGI"), ("bare", "first request", "repetition")
+#: What a view may add, in thousands; a verb of the store takes about 75, its answer of a completed key 130.
+_GOALS = {"first request": 260, "repetition": 180}
 
 
 def run(session: Session) -> Iterator[Figure]:
-    """Call both views in one process, from request to response: blocks of each kind in shuffled order."""
-    if find_spec("django") is None:
-        raise BenchmarkError("http needs Django: pip install 'celery-idempotent[django]'")
-    rounds = session.choose(quick=15, full=100)
-    session.steps(rounds, "http")
-    times: dict[str, list[float]] = {}
-    with session.server() as server, session.directory() as directory:
-        seed = session.random.randrange(10_000)
-        for said in session.child("http_child", server.url(), directory, rounds, seed):
-            for kind, milliseconds in said.items():
-                times.setdefault(kind, []).append(milliseconds)
-            session.step()
-    bare, trip = times[BARE_VIEW], times[BARE_TRIP]
-    for kind, goal in GOALS.items():
-        added = list(map(operator.sub, times[kind], bare))
-        cpu = list(map(operator.sub, times[f"{kind}, CPU"], times[f"{BARE_VIEW}, CPU"]))
-        yield Figure(
-            benchmark="http",
-            what=f"{kind}, beyond the bare view",
-            unit="ms",
-            value=Spread.of(added),
-            goal=goal,
-            extra={
-                "of_it_CPU_ms": Spread.of(cpu).median,
-                "bare_view_ms": Spread.of(bare).median,
-                "ratio_to_bare_view": ratios(times[kind], bare).median,
-                "bare_EVALSHA_ms": Spread.of(trip).median,
-                "in_bare_EVALSHAs": ratios(added, trip).median,
-                "trips": Spread.of(times[f"{kind}, trips"]).median,
-            },
+    """Count each in two runs that differ in nothing but how often it is done."""
+    if find_spec("django") is None or not available():
+        raise BenchmarkError(
+            "http needs Django and valgrind: pip install celery-idempotent[django]"
         )
+    names = [f"{door}: {kind}" for door in _DOORS for kind in _KINDS]
+    session.steps(len(names), "http")
+    with session.server() as server, session.directory() as directory:
+        counts = count("http", names, session.choose(quick=100, full=400), server, directory)
+    for door in _DOORS:
+        bare = counts[f"{door}: bare"] / 1000
+        for kind in _KINDS[1:]:
+            yield Figure(
+                benchmark="http",
+                what=f"{door}: {kind}, beyond the bare application",
+                unit="thousand",
+                value=Spread.of([counts[f"{door}: {kind}"] / 1000 - bare]),
+                goal=_GOALS[kind] if door == _DOORS[0] else None,
+                extra={"bare_thousands": bare},
+            )

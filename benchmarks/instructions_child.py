@@ -1,4 +1,4 @@
-"""Does each of some things so many times, to be counted: ``instructions_child (verb|publish) PORT FEW MORE NAMES…``.
+"""Does some things so many times, to be counted: ``instructions_child (verb|publish|http) PORT FEW MORE NAMES…``.
 
 A process is forked for each count when all is imported, so that valgrind goes through the imports once. Prints name,
 times and process id of each.
@@ -16,7 +16,7 @@ Prepare = Callable[[str, int], list[Callable[[], object]]]
 
 def main(kind: str, port: int, few: int, more: int, names: Sequence[str]) -> None:
     """Prepare as much in every process, so that the two of a name differ by ``more`` alone."""
-    prepare = (_verbs if kind == "verb" else _publications)(port)
+    prepare = {"verb": _verbs, "publish": _publications, "http": _requests}[kind](port)
     for name in names:
         for times in (few, few + more):
             pid = os.fork()
@@ -49,6 +49,13 @@ def _publications(port: int) -> Prepare:
         return [lambda: app.tasks[name].apply_async(args)] * count
 
     return prepare
+
+
+def _requests(port: int) -> Prepare:
+    from benchmarks.doors import prepare_requests
+
+    kinds = prepare_requests(f"redis://127.0.0.1:{port}/0")
+    return lambda name, count: [kinds[name]() for _ in range(count)]
 
 
 if __name__ == "__main__":
