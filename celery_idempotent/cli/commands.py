@@ -88,8 +88,6 @@ _MANY = [
 
 #: The columns of a list; --columns has any field of --json as well.
 _COLUMNS = ("key", "task", "scope", "state", "changed", "error", "crashes", "worker")
-#: The most records of a page.
-_PAGE = 500
 #: The seconds between two drawings of a list.
 _WATCH_SECONDS = 2.0
 
@@ -230,7 +228,7 @@ def _selection(
 
 def _selected(app: Celery, limit: int, **given: Any) -> Iterator[Record]:
     """Yield up to ``limit`` of the selected records, without the fields that lists leave out."""
-    pages = finding.pages(get_store(app), _selection(app, **given), limit=min(limit, _PAGE))
+    pages = finding.pages(get_store(app), _selection(app, **given), limit=min(limit, finding.LOOK_AT))
     for at, each in enumerate(chain.from_iterable(page.records for page in pages), 1):
         yield each
         if at == limit:

@@ -170,7 +170,7 @@ def test_a_long_list_is_written_while_it_is_read(store, run, monkeypatch):
         claim(store, f"key {number}")
     pages, read, written = store.list, [], []
     monkeypatch.setattr(store, "list", lambda *a, **k: read.append(len(written)) or pages(*a, **k))
-    monkeypatch.setattr(commands, "_PAGE", 10)
+    monkeypatch.setattr(finding, "LOOK_AT", 10)
     monkeypatch.setattr(commands.click, "echo", lambda *a, **_: written.append(a))
     run("list", "--limit", "30", "--json")
     assert read[-3:] == [0, 10, 20]
