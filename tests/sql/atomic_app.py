@@ -122,14 +122,6 @@ def _published(**_: Any) -> None:
     boundaries.pass_one()
 
 
-def session() -> int:
-    """The server's number of the session of the task's transaction."""
-    raw: Any = connection.connection
-    if connection.vendor == "sqlite":
-        return 0
-    return int(raw.info.backend_pid if connection.vendor == "postgresql" else raw.thread_id())
-
-
 def write(table: str, key: str, token: int) -> None:
     with connection.cursor() as cursor:
         cursor.execute(f"INSERT INTO {table} (name, token) VALUES (%s, %s)", (key, token))
@@ -154,7 +146,6 @@ def pay(self: Any, key: str, account: str = "") -> str:
     if account:
         with connection.cursor() as cursor:
             cursor.execute("UPDATE accounts SET balance = balance - 1 WHERE name = %s", (account,))
-    ledger.append("session", f"{key} {session()}")
     ledger.append("inside", key, self.request.id)
     hold = Path(ledger.path).parent / f"hold-{key}"
     while hold.exists():
@@ -195,16 +186,3 @@ def hand_over(self: Any, key: str) -> None:
     write("effects", f"{key} again", self.idempotency.token)
     follow.delay_on_commit(f"{key} again")
     raise self.replace(follow.s(key))
-
-
-@app.task(name="misbehave", **ATOMIC)
-def misbehave(key: str, how: str) -> None:
-    from django.db import transaction
-
-    write("effects", key, 0)
-    write("effects", f"{key} again", 0)
-    if how == "commit":
-        transaction.commit()
-    elif how == "retry once" and misbehave.request.retries == 0:
-        raise misbehave.retry(countdown=0)
-    ledger.append("returned", key)

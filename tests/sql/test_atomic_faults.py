@@ -39,9 +39,6 @@ ACCOUNTS = [f"account {n}" for n in range(20)]
 KEPT = {"CONN_MAX_AGE": None, "CONN_HEALTH_CHECKS": True}
 #: Else Celery closes them around each task, whatever Django was told.
 REUSED = {"CELERY_DB_REUSE_MAX": 1_000}
-#: What test_atomic shows of each vendor with a process of its own, workers show of one.
-_MARIADB = pytest.param("mariadb", marks=pytest.mark.wide)
-SERVERS = pytest.mark.parametrize("vendor", ["postgresql", _MARIADB])
 
 
 class Till:
@@ -297,26 +294,6 @@ class TestZombies:
         (place.ledger.path.parent / "hold-order").unlink()
         return frozen, result
 
-    @SERVERS
-    def test_a_frozen_transaction_is_ended_by_the_server(self, till, rabbitmq, vendor):
-        place = till(vendor)
-        queue = rabbitmq.queue()
-        try:
-            place.conf["idempotency_lease"] = 1
-            frozen, first = self.freeze(place, queue)
-            place.worker("second")
-            second = place.pay("order", account="alice")
-            assert second.get(timeout=PATIENCE) == "paid order"
-            assert place.effects("order") == 1
-            frozen.thaw()
-            assert first.get(timeout=PATIENCE) == "paid order"
-            assert place.effects("order") == 1
-            assert place.balance() == 99
-            record = place.record("order")
-            assert (record.state, record.crashes) == (State.COMPLETED, 1)
-        finally:
-            rabbitmq.delete(queue)
-
     def test_behind_a_pooler_in_transaction_mode_too(self, till, rabbitmq, open_pooler):
         """The lock belongs to the transaction, and the session to the pooler until that is over."""
         place = till("postgresql")
@@ -366,60 +343,7 @@ class TestCommits:
             assert place.ledger.count("inside", "order") == (2 if when == "before" else 1)
 
 
-class TestPersistentConnections:
-    @pytest.mark.parametrize(
-        ("vendor", "checked"),
-        [
-            pytest.param("postgresql", True, id="postgresql-checked"),
-            pytest.param("mariadb", False, id="mariadb-unchecked"),
-            pytest.param("postgresql", False, id="postgresql-unchecked", marks=pytest.mark.wide),
-            pytest.param("mariadb", True, id="mariadb-checked", marks=pytest.mark.wide),
-        ],
-    )
-    def test_a_connection_is_kept_from_task_to_task_and_may_be_dead_at_the_next(
-        self, till, vendor, checked
-    ):
-        place = till(vendor)
-        kept = {**KEPT, "CONN_HEALTH_CHECKS": checked}
-        worker = place.worker("worker", concurrency=1, database=kept, conf=REUSED)
-        ours = (
-            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
-            " AND pid <> pg_backend_pid()"
-            if vendor == "postgresql"
-            else "SELECT id FROM information_schema.processlist WHERE db = database()"
-            " AND id <> connection_id()"
-        )
-        end = "SELECT pg_terminate_backend(%s)" if vendor == "postgresql" else "KILL %s"
-
-        def pay(key: str) -> int:
-            place.agree(key, place.pay(key))
-            (entry,) = [
-                entry for entry in place.ledger.entries("session") if entry.key.startswith(key)
-            ]
-            return int(entry.key.split()[-1])
-
-        for n in range(2):
-            session = pay(f"first-{n}")
-            assert pay(f"next-{n}") == session, "it was not kept"
-            for (each,) in databases.rows(place.alias, ours):
-                databases.execute(place.alias, end, (each,))
-            assert pay(f"dead-{n}") != session
-        assert "is republished" not in worker.log, "it cost a task its turn"
-
-
-class TestMisbehaviour:
-    def test_a_task_that_commits_fails_and_one_that_retries_has_one_effect(self, till):
-        place = till("postgresql")
-        place.worker("worker", concurrency=2)
-        commits, retries = (place.ask("misbehave", how, how) for how in ("commit", "retry once"))
-        with pytest.raises(Exception, match="atomic") as caught:
-            commits.get(timeout=PATIENCE)
-        assert type(caught.value).__name__ == "TransactionManagementError"
-        assert place.effects("commit") == 0
-        assert place.record("commit", "misbehave") is None
-        assert retries.get(timeout=PATIENCE) is None
-        assert place.effects("retry once") == 1
-
+class TestOutages:
     def test_sessions_that_are_ended_at_random_lose_and_double_nothing(self, till):
         """pg_terminate_backend, under load."""
         place = till("postgresql")

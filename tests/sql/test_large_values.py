@@ -83,7 +83,9 @@ def test_a_result_that_fits_is_kept(use_database: Callable[..., str], atomic: bo
 def test_a_step_that_does_not_fit_is_refused_by_the_limit(open_store: Callable[..., DjangoStore]):
     store = open_store("mariadb")
     record, large = claimed(store), Stored("text/plain", "binary", b"x" * 9 * MIB)
-    with pytest.raises(StoreMisconfigured, match="bytes, more than half of the server's max_allowed"):
+    with pytest.raises(
+        StoreMisconfigured, match="bytes, more than half of the server's max_allowed"
+    ):
         store.checkpoint(record.identity, token=record.token, name="s", value=large)
     assert store.settle(end_of(record))
 

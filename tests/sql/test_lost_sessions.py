@@ -23,37 +23,7 @@ from celery_idempotent.django.sql.dialects import kind
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores import get_store
 from tests.sql.databases import execute, rows
-from tests.sql.verbs import claim, claimed, end_of, named
-
-
-@pytest.fixture
-def watch(use_database: Callable[..., str]) -> str:
-    """Another session on PostgreSQL."""
-    alias = use_database("postgresql")
-    execute(alias, "SELECT 1")
-    return alias
-
-
-def end(watcher: str, alias: str) -> None:
-    """End the session of this thread, as a server does that restarts."""
-    ((pid,),) = rows(alias, "SELECT pg_backend_pid()")
-    execute(watcher, "SELECT pg_terminate_backend(%s, 10000)", (pid,))
-
-
-def test_the_first_verb_after_a_lost_session_works_with_health_checks(
-    use_database: Callable[..., str], watch: str
-):
-    changes = {"CONN_HEALTH_CHECKS": True, "CONN_MAX_AGE": None}
-    options = {"server_side_binding": True}
-    store = DjangoStore(use_database("postgresql", options=options, **changes))
-    execute(store.alias, "SELECT 1")
-    record = claimed(store)
-    for verb in (lambda: claim(store, named("17")), lambda: store.settle(end_of(record))):
-        end(watch, store.alias)
-        own: Any = connections[store.alias]
-        own.health_check_done = False  # as it is after each request
-        verb()
-    store.close()
+from tests.sql.verbs import claim, claimed, end_of
 
 
 def test_a_database_that_is_away_is_asked_once_more(

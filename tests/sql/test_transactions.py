@@ -175,6 +175,16 @@ def test_a_connection_that_the_server_closed_is_replaced(server_store: DjangoSto
     assert claim(store).record.state is State.COMPLETED
 
 
+def test_an_atomic_run_begins_on_a_connection_that_the_server_closed(server_store: DjangoStore):
+    """Django checks one of its own at most once a request: nothing has run, so it begins again."""
+    store = server_store
+    record = claimed(store)
+    execute(store.alias, "SELECT 1")
+    _end_all_sessions(store.alias)
+    with store.transaction(record) as run:
+        assert run.settle(end_of(record))
+
+
 def test_a_dead_connection_in_a_transaction_does_not_stop_a_release(server_store: DjangoStore):
     store = server_store
     record = claimed(store)

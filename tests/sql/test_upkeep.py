@@ -13,7 +13,6 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Selection,
-    State,
 )
 from tests.sql import databases, verbs
 from tests.sql.databases import execute, rows, shift
@@ -219,24 +218,3 @@ def test_health_writes_and_remembers_the_first_use(
     finally:
         execute(store.alias, f"ALTER DATABASE {name} RESET default_transaction_read_only")
         store.close()
-
-
-@pytest.mark.parametrize("vendor", databases.VENDORS)
-def test_counts_follow_state_and_deadline(open_store: Callable[..., DjangoStore], vendor: str):
-    store = open_store(vendor)
-
-    def make(number: int) -> Record:
-        return claimed(store, verbs.named(f"{number}"), keep_ms=900_000)
-
-    def counts() -> tuple[int, int, int]:
-        stats = store.stats()
-        return stats.live, stats.stale, stats.failed
-
-    records = [make(number) for number in range(3)]
-    make(3)
-    assert counts() == (4, 0, 0)
-    shift(store, 60_001)
-    assert counts() == (0, 4, 0)
-    for record in records:
-        assert store.settle(verbs.end_of(record, state=State.FAILED, keep_ms=900_000))
-    assert counts() == (0, 1, 3)
