@@ -333,6 +333,7 @@ class Selection:
         """Is this one of the records, at ``now_ms`` of the store's clock?"""
         return (
             record.state in self.wanted
+            and record.state in (self.states or self.wanted)
             and self.names(record.identity)
             and (not self.stale or record.stale(now_ms))
             and (not self.live or (record.deadline_ms or 0) > now_ms)

@@ -64,15 +64,6 @@ class IdempotencyRecord(models.Model):
         )
 
 
-class Outcomes(IdempotencyRecord):
-    """The charts' entry in the index of the admin."""
-
-    class Meta:
-        proxy = True
-        default_permissions = ()
-        verbose_name_plural = "outcomes by hour"
-
-
 class Mark(models.Model):
     """A number that only grows, see :mod:`celery_idempotent.django.sql.dialects`: four rows."""
 

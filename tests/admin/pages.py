@@ -15,6 +15,7 @@ from tests.support.admin import identity as identity_of
 __all__ = [
     "LIST",
     "OPERATE",
+    "OVERVIEW",
     "address",
     "ask",
     "confirm",
@@ -25,8 +26,8 @@ __all__ = [
     "text",
 ]
 
-LIST = "/admin/celery_idempotent/idempotencyrecord/"
-OPERATE = f"{LIST}operation/"
+OVERVIEW = "/admin/celery_idempotent/idempotencyrecord/"
+LIST, OPERATE = f"{OVERVIEW}records/", f"{OVERVIEW}operation/"
 
 
 def address(about: Identity | str) -> str:

@@ -39,6 +39,7 @@ def records(store: Store) -> None:
         claim(store, "failed"),
         State.FAILED,
         value('{"exc_type":"ValueError","exc_message":["declined"],"exc_module":"builtins"}'),
+        "ValueError: declined",
     )
     claim(store, "live")
     claim(store, "stale", lease_ms=1)
@@ -55,14 +56,14 @@ def records(store: Store) -> None:
 
 def show(page: Page, key: str, *, task: str = TASK) -> None:
     """Go where a search for a key leads, and follow the link to its record."""
-    page.goto(f"/admin/celery_idempotent/idempotencyrecord/?task={task}&key={key}")
+    page.goto(f"/admin/celery_idempotent/idempotencyrecord/records/?task={task}&key={key}")
     page.get_by_role("link", name=key, exact=True).click()
     expect(page.get_by_role("heading", name=key, exact=True)).to_be_visible()
 
 
 def rows(page: Page) -> Locator:
     """The links of the list to its records; after a click, wait for as many as there shall be."""
-    return page.locator("#result_list tbody th a")
+    return page.get_by_role("region", name="Records").locator("tbody th a")
 
 
 def listed(page: Page) -> set[str]:
@@ -77,7 +78,7 @@ def test_several_records_are_operated_on_after_one_question(open_as: OpenAs, sto
         claim(store, about[key], lease_ms=1)
     claim(store, about["hangs"])
     settle(store, claim(store, about["paid"]))
-    page = open_as("operator", f"?scope={scope}")
+    page = open_as("operator", f"records/?scope={scope}")
 
     def go(**chosen: bool) -> None:
         """Tick the box in the head and, of the others, what is named; then Go."""
@@ -115,7 +116,7 @@ def test_several_records_are_operated_on_after_one_question(open_as: OpenAs, sto
 def test_the_keyboard_is_enough(open_as: OpenAs, store: Store) -> None:
     key = f"typed-{uuid.uuid4().hex}"
     claim(store, key, lease_ms=1)
-    page = open_as("operator")
+    page = open_as("operator", "records/")
 
     def go_to(name: str) -> None:
         """Press Tab until something of that name has the focus, and a ring that shows it."""
@@ -152,19 +153,41 @@ def test_the_keyboard_is_enough(open_as: OpenAs, store: Store) -> None:
     assert store.get(identity(key)) is None
 
 
-def test_the_charts_have_their_sums_beside_them(open_as: OpenAs) -> None:
-    page = open_as("viewer", "charts/")
+def test_the_first_page_has_totals_and_charts_with_their_sums_without_javascript(
+    open_as: OpenAs,
+) -> None:
+    page = open_as("viewer", java_script_enabled=False)
     chart = page.get_by_role(
         "img",
         name=re.compile(rf"^{TASK}: runs 5, releases .+, failures .+, replays 3, conflicts 2"),
     )
     expect(chart).to_be_visible()
-    page.get_by_role("link", name=re.compile("failed$")).click()
+    expect(page.get_by_text("Refresh every 5 s")).to_be_hidden()
+    page.get_by_role("link", name=re.compile("failed$")).first.click()
     expect(rows(page).filter(has_text=re.compile("^failed$"))).to_have_count(1)
 
 
+def test_the_first_page_refreshes_itself_unless_somebody_is_in_it(
+    open_as: OpenAs, store: Store
+) -> None:
+    key = f"new-{uuid.uuid4().hex}"
+    page = open_as("operator")
+    settle(store, claim(store, key), State.FAILED, error="ValueError: new")
+    expect(page.get_by_role("link", name=key)).to_be_visible()
+    expect(page.locator("#idem-when")).to_contain_text("As of")
+    store.forget(identity(key))
+    page.get_by_role("link", name=key).focus()
+    expect(page.locator("#idem-when")).to_have_text("Paused while you are in it.")
+    page.route("**/idempotencyrecord/", lambda route: route.fulfill(status=503))
+    page.get_by_label("Refresh every 5 s").focus()
+    expect(page.locator("#idem-when")).to_have_text("Not refreshed: the store does not answer.")
+    expect(page.get_by_role("link", name=key)).to_be_visible()
+    page.unroute_all()
+    expect(page.get_by_role("link", name=key)).to_have_count(0)
+
+
 def test_the_list_is_cards_on_a_phone(open_as: OpenAs) -> None:
-    page = open_as("operator", f"?task={TASK}&state=FAILED")
+    page = open_as("operator", f"records/?task={TASK}&state=FAILED")
     page.set_viewport_size({"width": 390, "height": 900})
     card = page.get_by_role("row", name=re.compile("failed")).locator("visible=true")
     for what in ("FAILED", "ValueError: declined", TASK):
@@ -177,10 +200,10 @@ def test_the_list_is_cards_on_a_phone(open_as: OpenAs) -> None:
 
 
 def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(open_as: OpenAs) -> None:
-    page = open_as("operator", "?state=FAILED")
+    page = open_as("operator", "records/?state=FAILED")
     records = page.url.partition("?")[0]
     look_at(page, "list")
-    for where in ("?age=x&cursor=x", "charts/"):
+    for where in ("?age=x&cursor=x", "../", "../?hours=24"):
         page.goto(records + where)
         look_at(page, where)
     for key in ("done", "failed", "live"):

@@ -85,12 +85,16 @@ def value(text: str, content_type: str = "application/json", encoding: str = "ut
 
 
 def settle(
-    store: Store, record: Record, state: Any = State.COMPLETED, stored: Stored | None = None
+    store: Store,
+    record: Record,
+    state: Any = State.COMPLETED,
+    stored: Stored | None = None,
+    error: str = "",
 ) -> None:
     """Settle a claim as a worker would."""
-    end = SettleRequest(record=record, state=state, value=stored, keep_ms=3_600_000)
     if state is State.FAILED and stored is not None:
-        end.error = "CardDeclined: Ada is out of money"
+        error = error or "CardDeclined: Ada is out of money"
+    end = SettleRequest(record, state, stored, keep_ms=3_600_000, error=error)
     assert store.settle(end)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from celery_idempotent.django.admin.site import IdempotencyRecordAdmin, OutboxAdmin, OutcomesAdmin
-from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage, Outcomes
+from celery_idempotent.django.admin.site import IdempotencyRecordAdmin, OutboxAdmin
+from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage
 
-__all__ = ["IdempotencyRecordAdmin", "OutboxAdmin", "OutcomesAdmin"]
+__all__ = ["IdempotencyRecordAdmin", "OutboxAdmin"]
 
 # Autodiscovered. Another site registers them itself.
 admin.site.register(IdempotencyRecord, IdempotencyRecordAdmin)
 admin.site.register(OutboxMessage, OutboxAdmin)
-admin.site.register(Outcomes, OutcomesAdmin)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from django import forms
 
-from celery_idempotent.celery.finding import select
+from celery_idempotent.celery.finding import UNFINISHED_AND_FAILED, select
 from celery_idempotent.celery.operations import Operation
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.applications import celery_app
@@ -30,8 +31,12 @@ _AGES = {
     "7d": ("over 7 days ago", "before_ms", timedelta(days=7)),
 }
 
-_STATES = {"live": "Live: queued or running", "stale": "Stale: the lease ran out"} | {
-    state.value: state.value for state in State
+_STATES = {
+    "": "Unfinished and failed; any with scope or key",
+    "any": "Any state",
+    "live": "Live: queued or running",
+    "stale": "Stale: the lease ran out",
+    **{state.value: state.value for state in State},
 }
 
 
@@ -43,7 +48,7 @@ def _text(label: str | None = None, **attributes: str) -> forms.CharField:
 class FilterForm(forms.Form):
     """Which records to list."""
 
-    state = forms.ChoiceField(required=False, choices=[("", "Any state"), *_STATES.items()])
+    state = forms.ChoiceField(required=False, choices=[*_STATES.items()])
     task = _text(list="idempotency-tasks")
     scope = _text(placeholder="tenant-1, or user 17")
     age = forms.ChoiceField(
@@ -51,21 +56,25 @@ class FilterForm(forms.Form):
         label="Last change",
         choices=[("", "Any time"), *((age, text) for age, (text, _, _) in _AGES.items())],
     )
+    error = _text("Class of error", placeholder="ValueError")
     key = _text("Key, or task id")
     cursor = forms.CharField(required=False, max_length=100, widget=forms.HiddenInput)
 
     def chosen(self) -> dict[str, str]:
         """Return the filters that are set, for an address; without the place in the list."""
-        names = ("state", "task", "scope", "age", "key")
+        names = ("state", "task", "scope", "age", "error", "key")
         return {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
 
     def selection(self, app: Celery, store: Store) -> Selection:
         """Return the selection of these filters; raise as :func:`select`."""
-        bounds = {}
+        bounds, chosen = {}, self.chosen()
         if age := self.cleaned_data["age"]:
             _, bound, ago = _AGES[age]
             bounds[bound] = store.now_ms() - ago // timedelta(milliseconds=1)
-        return select(app, self.chosen(), **bounds)
+        found = replace(select(app, chosen, **bounds), error=self.cleaned_data["error"])
+        if chosen.keys() & {"state", "scope", "key"}:
+            return found
+        return replace(found, states=UNFINISHED_AND_FAILED)
 
 
 class OperationForm(forms.Form):

@@ -1,4 +1,4 @@
-"""The admin of idempotency records: the list, the record, the charts, and operations on one record or several.
+"""The admin of idempotency records: a first page, the list, the record, and operations on one record or several.
 
 Nothing is stored between the pages: a form carries the marks of the records (key, token, state), so that each record is
 operated on only if it is still as it was shown.
@@ -22,19 +22,19 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
 
+from celery_idempotent import records
 from celery_idempotent.celery import finding, operations, story
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.sweep import SWEEP
-from celery_idempotent.django.admin import audit
-from celery_idempotent.django.admin.charts import HOURS, charts
+from celery_idempotent.django.admin import audit, overview
 from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError, InvalidKey
-from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, State, moment
+from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, Selection, State
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import HOUR
+from celery_idempotent.stores.base import HOUR, MINUTE
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The records of a page.
-PER_PAGE = 50
+#: The records of a page, the most of one operation, and those of each table of the first page.
+PER_PAGE, MOST, FIRST = 50, 1000, 8
+
+_ENDED_BADLY = frozenset({State.INTERRUPTED, State.FAILED})
 
 #: The most namespaces in which a key is looked up directly, and the most that the filter suggests.
 _ASKED, _SUGGESTED = 30, 200
@@ -60,7 +62,7 @@ _VERDICTS: dict[operations.Verdict, str] = {
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic only in the stubs
-    """Tasks make the records, and operations change them. Whoever may view records may view charts and outbox."""
+    """Tasks make the records, and operations change them. Whoever may view records may view the outbox."""
 
     def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         """Whether the user may see records."""
@@ -77,15 +79,6 @@ def _outbox_alias() -> str | None:
     with contextlib.suppress(IdempotencyError):  # the other pages say what is wrong
         return get_store(celery_app()).outbox_alias
     return None
-
-
-class OutcomesAdmin(ReadOnlyAdmin):
-    """Redirects from the index to the charts."""
-
-    def changelist_view(self, request: HttpRequest, extra_context: object = None) -> HttpResponse:  # noqa: ARG002
-        """Go to the charts."""
-        name = f"{self.admin_site.name}:celery_idempotent_idempotencyrecord_charts"
-        return HttpResponseRedirect(reverse(name))
 
 
 class OutboxAdmin(ReadOnlyAdmin):
@@ -109,7 +102,7 @@ class OutboxAdmin(ReadOnlyAdmin):
     @admin.display(ordering="id")
     def waits_since(self, message: OutboxMessage) -> datetime:
         """Return when it was staged."""
-        return moment(message.created_ms)
+        return records.moment(message.created_ms)
 
 
 class Row(NamedTuple):
@@ -136,8 +129,8 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
         views: dict[str, tuple[str, Callable[..., HttpResponse]]] = {
-            "changelist": ("", self.list_view),
-            "charts": ("charts/", self.charts_view),
+            "changelist": ("", self.overview_view),
+            "list": ("records/", self.list_view),
             "operation": ("operation/", self.operation_view),
             "change": ("<path:object_id>/change/", self.record_view),
         }
@@ -181,14 +174,14 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         about = {
             **self.admin_site.each_context(request),
             "opts": self.opts,
-            "list_url": self._address("changelist"),
-            "charts_url": self._address("charts"),
+            "overview_url": self._address("changelist"),
+            "list_url": self._address("list"),
             **context,
         }
         template = f"admin/celery_idempotent/idempotencyrecord/{page}.html"
         return TemplateResponse(request, template, about, status=status)
 
-    def _row(self, app: Celery, record: Record, now_ms: int) -> Row:
+    def _row(self, app: Celery, record: Record, now_ms: int, *, errors: bool = False) -> Row:
         return Row(
             record=record,
             stale=record.stale(now_ms),
@@ -197,28 +190,60 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             owner=record.worker.partition("/")[0],  # the rest tells machines of one name apart
             age=story.time_in_words(max(now_ms - record.updated_ms, 0)),
             mark=mark_of(record),
+            why=_why(record, errors=errors),
         )
+
+    def overview_view(self, request: HttpRequest) -> HttpResponse:
+        """Show totals, what is in trouble, and the outcomes of the last hour by minute, or of ``?hours=24``."""
+        app, by_hour = celery_app(), request.GET.get("hours") == "24"
+        store, errors = get_store(app), self._may(request, "view_result")
+        stats = store.stats()
+        counted = store.counts(hours=24) if by_hour else store.counts(minutes=60)
+        counted = [each for each in counted if each.task != SWEEP]
+        period, times = (HOUR, 24) if by_hour else (MINUTE, 60)
+        selections = {"Failed and interrupted, the newest first": Selection(states=_ENDED_BADLY)}
+        if stats.stale:  # as a rule a sweep has ended them
+            selections["Stale: the lease ran out"] = Selection(stale=True)
+        else:
+            selections["Live: queued or running"] = Selection(live=True)
+        context = {
+            "title": "Idempotency",
+            "totals": _totals(stats),
+            "stats": stats,
+            "sweeps": story.sweeps_of(app, store, stats),
+            "tables": {
+                title: [self._row(app, each, page.now_ms, errors=errors) for each in page.records]
+                for title, selection in selections.items()
+                for page in [store.list(selection, limit=FIRST)]
+            },
+            "errors": overview.errors(counted),
+            "charts": overview.charts(counted, period, times, stats.now_ms),
+            "by_hour": by_hour,
+            "counts": store.supports_counting,
+        }
+        return self._render(request, "overview", context)
 
     def list_view(self, request: HttpRequest) -> HttpResponse:
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
         tasks = finding.namespaces(app)
-        page, rows, chosen, more = None, [], {}, ""
+        page, rows, chosen, more, total = None, [], {}, "", None
         if form.is_valid():
             chosen = form.chosen()
             try:
-                page = _list(app, form, tasks)
+                selection = form.selection(app, get_store(app))
+                page = _list(app, form, selection, tasks)
             except InvalidKey:
                 form.add_error("scope", "No user has such a primary key.")
             except ValueError:
                 form.add_error(None, "This page belongs to another list: start at the first page.")
         if page is not None:
             errors = self._may(request, "view_result")
-            rows = [
-                self._row(app, each, page.now_ms)._replace(why=_why(app, each, errors=errors))
-                for each in page.records
-            ]
+            rows = [self._row(app, each, page.now_ms, errors=errors) for each in page.records]
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
+            if more and not chosen.keys() - {"state"}:
+                totals = _totals(get_store(app).stats())
+                total = totals.get(chosen["state"]) if chosen else sum(totals.values())
         is_absent = [*chosen] == ["key"] and not (rows or more)
         context = {
             "title": "Idempotency records",
@@ -229,6 +254,9 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "listing": page,
             "rows": rows,
             "more": more,
+            "most": MOST,
+            "total": total,
+            "newest": page and selection.wanted <= _ENDED_BADLY,
             "tasks": tasks[:_SUGGESTED],
             "story": story.tell_absence(app, chosen["key"]) if is_absent else None,
         }
@@ -264,7 +292,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "of_view": identity.namespace == HTTP_NAMESPACE,
             "may_see": may_see,
             "value": value,
-            "error": _first_line(value) if record.state is State.FAILED else "",
+            "error": record.error if may_see else "",
             "operations": [
                 (each, _is_dangerous(each, record))
                 for each in operations.offered(app, record)
@@ -277,30 +305,22 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         }
         return self._render(request, "record", context)
 
-    def charts_view(self, request: HttpRequest) -> HttpResponse:
-        """Show outcomes by task and hour, and whether sweeps run."""
-        app = celery_app()
-        store = get_store(app)
-        stats = store.stats()
-        counted = [each for each in store.counts(hours=HOURS) if each.task != SWEEP]
-        names = ("live", "stale", "interrupted", "failed")
-        context = {
-            "title": "Outcomes of the last 24 hours",
-            "states": [(name, f"{getattr(stats, name):,}") for name in names],
-            "sweeps": story.sweeps_of(app, store, stats)[1],
-            "counts": store.supports_counting,
-            "charts": charts(counted, last_hour=stats.now_ms // HOUR.ms),
-        }
-        return self._render(request, "charts", context)
-
     def operation_view(self, request: HttpRequest) -> HttpResponse:
         """Ask about an operation on ``one`` record, or on those ticked in the list; execute it once confirmed."""
-        post, back = request.POST, self._address("changelist", **request.GET.dict())
+        post, back = request.POST, self._address("list", **request.GET.dict())
         marks = _read_marks(post.getlist("record"))
         if marks and request.GET.get("one"):
             back = self._address_of(marks[0].identity)
         if request.method == "GET":
             return HttpResponseRedirect(back)  # after a login in between
+        app, form = celery_app(), FilterForm(request.GET)
+        if post.get("all") and form.is_valid():
+            selection = form.selection(app, store := get_store(app))
+            found = finding.look(store, selection, enough=MOST, seconds=LOOK_SECONDS)
+            marks = list(found.records[:MOST])
+            if found.cursor or len(found.records) > MOST:
+                text = f"Only the first {MOST:,} are selected: do it again for the rest."
+                messages.warning(request, text)
         operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
         if operation is None:
             return _back_with(request, back, "No action selected. Nothing was done.")
@@ -308,15 +328,15 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         if not marks:
             return _back_with(request, back, "No record selected. Nothing was done.")
-        most = PER_PAGE if operation in operations.ON_MANY else 1
+        most = MOST if operation in operations.ON_MANY else 1
         if len(marks) > most:
-            return _back_with(request, back, f"Select at most {most} records.")
+            return _back_with(request, back, f"Select at most {most:,} records.")
         if not post.get("confirmed"):
             return self._question(request, operation, marks, back)
-        form = OperationForm(operation, marks[0], post, live=True)
-        if not form.is_valid():
-            return self._question(request, operation, marks, back, form)
-        _execute(request, operation, marks, form.cleaned_data)
+        answer = OperationForm(operation, marks[0], post, live=True)
+        if not answer.is_valid():
+            return self._question(request, operation, marks, back, answer)
+        _execute(request, operation, marks, answer.cleaned_data)
         return HttpResponseRedirect(back)
 
     def _question(
@@ -341,7 +361,9 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "effect": OPERATIONS[operation].effect,
             "risks": story.risks(app, operation, chosen, now_ms),
             "back": back,
-            "rows": [*apply, *held, *skip],
+            "rows": [*apply, *held, *skip][:PER_PAGE],
+            "marks": "\n".join(mark_of(record) for record in chosen),
+            "total": len(rows),
             "doing": len(apply),
             "live": len(held),
             "dangerous": any(_is_dangerous(operation, row.record) for row in apply),
@@ -373,7 +395,7 @@ def _read_marks(texts: Iterable[str]) -> list[Record]:
     """Return the records of these marks, as they were shown, each once."""
     found: dict[Identity, Record] = {}
     try:
-        for text in texts:
+        for text in (line for each in texts for line in each.splitlines() or [""]):
             token, state, name = text.split(" ", 2)
             if not (token.isascii() and token.isdecimal() and len(token) < 20):
                 raise ValueError("no token")
@@ -390,14 +412,17 @@ def _execute(
 ) -> None:
     """Change one record after the other, while the store answers, with a message for each outcome."""
     wanted = OperationRequest(operation, who=request.user.get_username(), **given)
-    done, untried = [], len(marks)
+    done, left, untried = [], dict[str, list[Identity]](), len(marks)
     for mark, outcome, text in operations.operate_on_each(celery_app(), wanted, marks):
         untried -= 1
         if outcome is Outcome.DONE:
             done.append(mark.identity)
         else:
-            level = messages.WARNING if outcome is Outcome.UNSENT else messages.ERROR
-            messages.add_message(request, level, f"{text} ({mark.identity})")
+            left.setdefault(text, []).append(mark.identity)
+    for text, identities in left.items():
+        others = f" and {len(identities) - 1:,} more" if len(identities) > 1 else ""
+        level = messages.WARNING if text == Outcome.UNSENT.value else messages.ERROR
+        messages.add_message(request, level, f"{text} ({identities[0]}{others})")
     if done:
         which = f"{len(done)} of {len(marks)}" if len(marks) > 1 else done[0]
         messages.success(request, f"{OPERATIONS[operation].done.capitalize()}: {which}.")
@@ -410,29 +435,23 @@ def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:
     return HttpResponseRedirect(back)
 
 
-def _list(app: Celery, form: FilterForm, namespaces: list[str]) -> Page:
-    """Return the page that a valid form asks for, its newest records first.
-
-    Raises:
-        InvalidKey: for a scope that no user can have.
-        ValueError: for a cursor of another list.
-    """
+def _list(app: Celery, form: FilterForm, selection: Selection, namespaces: list[str]) -> Page:
+    """Return the page that a valid form asks for, its newest records first; ``ValueError``: of another list."""
     store, chosen = get_store(app), form.cleaned_data
-    selection = form.selection(app, store)
     page = finding.look(
         store,
         selection,
         cursor=chosen["cursor"],
         limit=PER_PAGE,
-        enough=1 if selection.keys else 0,  # few records have a key
+        enough=1 if selection.keys else PER_PAGE,  # few records have a key
         seconds=LOOK_SECONDS,
     )
-    records = list(page.records)
+    found = list(page.records)
     if chosen["key"] and not chosen["cursor"]:
-        records += finding.find(app, store, chosen["key"], selection, namespaces[:_ASKED])
-        records = records or finding.find_task(store, chosen["key"], selection, LOOK_SECONDS)
+        found += finding.find(app, store, chosen["key"], selection, namespaces[:_ASKED])
+        found = found or finding.find_task(store, chosen["key"], selection, LOOK_SECONDS)
     others = replace(selection, keys=frozenset())  # a task id is no key
-    kept = {each.identity: each for each in records if others.includes(each, page.now_ms)}
+    kept = {each.identity: each for each in found if others.includes(each, page.now_ms)}
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
     return replace(page, records=tuple(newest))
 
@@ -443,17 +462,14 @@ def _is_dangerous(operation: Operation, record: Record) -> bool:
     return record.state.settled or not (is_end or record.state is State.QUEUED)
 
 
-def _why(app: Celery, record: Record, *, errors: bool) -> str:
-    """Return the reason of a FAILED or INTERRUPTED state in a line; the ``errors`` of runs only if permitted."""
+def _totals(stats: records.Stats) -> dict[str, int]:
+    """Return the numbers of records that the indexes tell, by the filter that lists them."""
+    ended = {"INTERRUPTED": stats.interrupted, "FAILED": stats.failed}
+    return {"live": stats.live, "stale": stats.stale, **ended}
+
+
+def _why(record: Record, *, errors: bool) -> str:
+    """Return the reason of a FAILED or INTERRUPTED state in a line; the message of an error only if permitted."""
     if record.state is State.INTERRUPTED:
         return f"Its {'lease ended without a result' if record.crashes else 'run ended after some steps'}."
-    if record.state is not State.FAILED or not errors:
-        return ""
-    whole = get_store(app).get(record.identity)  # lists leave out values
-    if whole is None or whole.state is not State.FAILED:
-        return ""
-    return _first_line(story.show_value(app, whole))
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0].removesuffix(": ")
+    return record.error if errors else record.error.partition(":")[0]

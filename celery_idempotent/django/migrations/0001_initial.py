@@ -122,17 +122,5 @@ class Migration(migrations.Migration):
                 ],
             },
         ),
-        migrations.CreateModel(
-            name="Outcomes",
-            fields=[],
-            bases=("celery_idempotent.idempotencyrecord",),
-            options={
-                "proxy": True,
-                "default_permissions": (),
-                "verbose_name_plural": "outcomes by hour",
-                "indexes": [],
-                "constraints": [],
-            },
-        ),
         migrations.RunPython(leave_room, migrations.RunPython.noop),
     ]

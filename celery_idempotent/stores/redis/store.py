@@ -251,30 +251,23 @@ class RedisStore(base.Store):
                 yield record if written == 1 else None
 
     def prune(self, *, limit: int) -> int:
-        pruned = 0
-        for state, kind in _LISTED.items():
-            letter = layout.STARTS[state][:1]
-            pruned += self._prune(self._keys.index(kind), letter, limit - pruned)
-        return pruned
-
-    def _prune(self, indexes: list[bytes], letter: bytes, limit: int) -> int:
-        """Look at the oldest of each index and, as they are kept for different times, at some others at random.
-
-        An index that had mostly entries to remove is looked at again, for twice as many.
-        """
-        random.shuffle(indexes)
-        pruned, most = 0, min(limit // 512 + 1, _PER_LOOK)
+        # Of each index the oldest are looked at and, as records are kept for different times, some others at random. An
+        # index that had mostly entries to remove is looked at again, for twice as many.
+        kinds = {layout.STARTS[state][:1]: kind for state, kind in _LISTED.items()}
+        letters = {i: letter for letter, kind in kinds.items() for i in self._keys.index(kind)}
+        indexes = random.sample([*letters], len(letters))
+        pruned, most = 0, min(limit // 1024 + 1, _PER_LOOK)
         while indexes and pruned < limit:
             size, left = b"%d" % most, limit - pruned
             first = b"-inf", b"+inf", b"LIMIT", b"0", size
-            asks = [(b"ZRANGEBYSCORE", index, *first) for index in indexes]
-            found = self._exchange(*asks, *((b"ZRANDMEMBER", index, size) for index in indexes))
-            looks = []
+            asks: list[Command] = [(b"ZRANGEBYSCORE", index, *first) for index in indexes]
+            asks += [(b"ZRANDMEMBER", index, size) for index in indexes]
+            found, looks = self._exchange(*asks), []
             for index, *names in zip(indexes, found, found[len(indexes) :], strict=False):
                 some = [*dict.fromkeys(itertools.chain(*names))][:left]
                 left -= len(some)
                 looks += [(index, *some)] if some else []
-            gone = self._exchange(*(_PRUNE.call(look, letter) for look in looks))
+            gone = self._exchange(*(_PRUNE.call(look, letters[look[0]]) for look in looks))
             pruned += sum(gone)
             indexes = [look[0] for look, n in zip(looks, gone, strict=True) if 2 * n >= len(look)]
             most = min(2 * most, _PER_LOOK)
