@@ -200,23 +200,18 @@ class Own(RedisBackend):
     """A backend of somebody's own."""
 
 
-@pytest.mark.parametrize(
-    ("name", "what", "state", "settings"),
-    [
-        pytest.param("pay", "broken", "FAILURE", {}, id="a failure"),
-        pytest.param("pay", "refused", "FAILURE", {}, id="a permanent failure"),
-        pytest.param("pay", "large", "SUCCESS", {}, id="a large result"),
-        pytest.param("apart", "", "SUCCESS", {}, id="a task with a backend of its own"),
-        pytest.param("pay", "", "SUCCESS", {"idempotency_mode": "observe"}, id="observing"),
-        pytest.param(
-            "pay",
-            "",
-            "SUCCESS",
-            {"results": lambda url: f"{__name__}.Own+{url}"},
-            id="a subclass of the backend",
-        ),
-    ],
-)
+OWN = {"results": lambda url: f"{__name__}.Own+{url}"}
+BY_CELERY: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "a failure": ("pay", "broken", "FAILURE", {}),
+    "a permanent failure": ("pay", "refused", "FAILURE", {}),
+    "a large result": ("pay", "large", "SUCCESS", {}),
+    "a task with a backend of its own": ("apart", "", "SUCCESS", {}),
+    "observing": ("pay", "", "SUCCESS", {"idempotency_mode": "observe"}),
+    "a subclass of the backend": ("pay", "", "SUCCESS", OWN),
+}
+
+
+@pytest.mark.parametrize(("name", "what", "state", "settings"), BY_CELERY.values(), ids=BY_CELERY)
 def test_celery_stores(
     open_shop: Callable[..., Shop], name: str, what: str, state: str, settings: dict[str, Any]
 ):
@@ -229,17 +224,16 @@ def test_celery_stores(
 LINK = Signature("plain", args=("x",), immutable=True)
 
 
-@pytest.mark.parametrize(
-    ("what", "sent"),
-    [
-        ("links", {}),
-        ("", {"callbacks": [LINK]}),
-        ("", {"errbacks": [LINK]}),
-        ("", {"chain": [LINK]}),
-        ("", {"chord": Signature("plain"), "group": "g"}),
-    ],
-    ids=["a link that the body made", "a link", "an errback", "a chain", "a chord"],
-)
+SENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "a link that the body made": ("links", {}),
+    "a link": ("", {"callbacks": [LINK]}),
+    "an errback": ("", {"errbacks": [LINK]}),
+    "a chain": ("", {"chain": [LINK]}),
+    "a chord": ("", {"chord": Signature("plain"), "group": "g"}),
+}
+
+
+@pytest.mark.parametrize(("what", "sent"), SENT.values(), ids=SENT)
 def test_celery_stores_what_something_is_sent_after(shop: Shop, what: str, sent: dict[str, Any]):
     with mock.patch.object(RedisBackend, "on_chord_part_return"):
         task_id = shop.run("pay", what, **sent)

@@ -214,12 +214,6 @@ def test_a_key_is_the_same_on_both_sides_of_the_broker(serializer: str, raw: Any
     assert text_or_none(through(serializer, raw)) == text_or_none(raw)
 
 
-@pytest.mark.parametrize("raw", [Kind.CARD, Level.HIGH, Shout("quiet"), Point(1, "2"), AN_ID])
-@pytest.mark.parametrize("serializer", ["json", "pickle"])
-def test_a_subclass_counts_as_the_value_that_arrives(serializer: str, raw: Any):
-    assert canonical(through(serializer, raw), task=TASK) == canonical(raw, task=TASK)
-
-
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
@@ -485,18 +479,6 @@ def test_values_that_differ_have_different_forms():
     assert clashes == []
 
 
-def test_what_the_broker_makes_equal_is_equal():
-    assert form((1, 2)) == form([1, 2]) == form(Point(1, 2))
-    assert form({2: "a", None: "b", True: "c", 1.5: "d"}) == form(
-        {"2": "a", "null": "b", "true": "c", "1.5": "d"}
-    )
-    assert form({1: "a"}) == form({"1": "a"})
-    assert form(Kind.CARD) == form("card")
-    assert form(Level.HIGH) == form(3)
-    assert form(Shout("quiet")) == form("quiet")
-    assert form(Reducible((1, AN_ID))) == form({"value": [1, AN_ID]})
-
-
 def nested(depth: int, filling: str = "") -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -721,11 +703,6 @@ def test_a_bad_scope_is_refused(scope: Any):
         identify(charge, (scope, 5), scope="order_id")
 
 
-def test_the_namespace_is_the_name_of_the_task_unless_it_is_set():
-    assert identify(charge, ("o-1", 5)).identity.namespace == TASK
-    assert identify(charge, ("o-1", 5), namespace="payments").identity.namespace == "payments"
-
-
 @pytest.mark.parametrize(
     ("rule", "args", "missing"),
     [
@@ -744,16 +721,11 @@ def test_a_rule_that_finds_nothing_is_refused(rule: Any, args: Any, missing: str
 
 @pytest.mark.parametrize("options", [{"key": "order_id"}, {"key": ALL_ARGUMENTS}, {"key": "note"}])
 def test_arguments_that_do_not_fit_are_left_for_the_task_to_refuse(options: Any):
-    assert identify(charge, (1, 2, 3, 4), scope="currency", **options) == Identified(
-        Identity(namespace=TASK, key="@id-1")
-    )
-
-
-def test_arguments_that_do_not_fit_never_pass_for_a_call_that_does():
-    unfit = identify(charge, (1, 2, 3, 4), call_key="k")
-    assert unfit.fingerprint is not None
-    assert unfit.fingerprint != fingerprint(1, 2, 3)
-    assert unfit.fingerprint != identify(charge, (1,), call_key="k").fingerprint
+    answer = identify(charge, (1, 2, 3, 4), scope="currency", **options)
+    assert answer == Identified(Identity(namespace=TASK, key="@id-1"))
+    unfit = identify(charge, (1, 2, 3, 4), call_key="k").fingerprint
+    assert unfit not in (None, fingerprint(1, 2, 3))
+    assert unfit != identify(charge, (1,), call_key="k").fingerprint
 
 
 def test_a_record_can_be_asked_for_by_its_raw_key():
@@ -871,19 +843,6 @@ def test_a_pydantic_model_is_the_same_call_as_what_its_message_carries(
             {**sent, "amount": "12.3"}
         )
         assert identified(order) != identified(order.model_copy(update={"at": at.replace(day=3)}))
-
-
-def test_a_model_that_does_not_validate_is_left_for_the_task_to_refuse():
-    pytest.importorskip("pydantic")
-
-    def pay(order: Any) -> None: ...
-
-    with Celery("shop", broker="memory://", set_as_current=False) as app:
-        app.conf.idempotency_store = "memory://"
-        task, _ = make_pydantic_task(app, pay, base=IdempotentTask, idempotency_key="order.id")
-        definition = task.idempotency_definition()
-        assert definition is not None
-        found = definition.identify([{"id": "seven"}], {}, task_id="")
-        assert found.identity.key == "seven"
-        assert definition.identify([{"id": "7"}], {}, task_id="").identity.key == "7"
-        assert definition.identify([{"id": 7}], {}, task_id="").identity.key == "7"
+        if options["idempotency_key"] == "order.id":
+            # What does not validate is left for the task to refuse.
+            assert identified({"id": "seven"}).identity.key == "seven"

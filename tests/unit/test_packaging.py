@@ -158,16 +158,6 @@ def test_the_source_distribution_has_all_that_its_tests_read_and_is_the_same_eve
     assert wanted - there == set()
 
 
-def test_public_names_are_sorted_and_there():
-    names = list(celery_idempotent.__all__)
-    # As ruff sorts them: constants, then classes, then the rest.
-    assert names == sorted(
-        names, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
-    )
-    for name in names:
-        assert getattr(celery_idempotent, name) is not None
-
-
 def test_importing_the_package_imports_no_optional_dependency(tmp_path):
     assert run(BLOCKED_IMPORT, cwd=tmp_path).stderr == ""
 

@@ -161,11 +161,7 @@ class TestLostChild:
         assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
         assert set(lost.answers) <= {"ack", State.INTERRUPTED}
 
-    @pytest.mark.parametrize(
-        "error",
-        [ValueError("x"), Ignore(), Reject("x", requeue=True)],
-        ids=lambda e: type(e).__name__,
-    )
+    @pytest.mark.parametrize("error", [ValueError("x"), Ignore(), Reject("x", requeue=True)])
     def test_any_other_failure_is_no_loss(self, make, store, task, dead, error):
         before = hold(store, task, dead)
         make(dead).on_failure(einfo(error))
