@@ -65,15 +65,17 @@ def _current_id() -> str | None:
     return getattr(getattr(get_current_task(), "request", None), "id", None)
 
 
-class _Replayed:
-    """Of ``throws``: any stored error, in the duplicate that raises it. The first call logged it as an error."""
-
-    def __instancecheck__(self, error: object) -> bool:
+class _OfReplays(type):
+    def __instancecheck__(cls, error: object) -> bool:
         by = getattr(error, "idempotency_replayed", False)
         return by and by == _current_id()
 
 
-REPLAYED = _Replayed()
+class Replayed(Exception, metaclass=_OfReplays):
+    """Any stored error, in the duplicate that raises it: the first call logged it as an error.
+
+    A class, because ``throws`` of a task may stand behind ``except``.
+    """
 
 
 class Delivery(republish.DeliveredRun):

@@ -21,9 +21,9 @@ from celery_idempotent.celery.definition import (
     is_celerys_own,
 )
 from celery_idempotent.celery.delivery import (
-    REPLAYED,
     RUN,
     Delivery,
+    Replayed,
     deliver,
     delivery_of,
     next_after_ours,
@@ -97,7 +97,7 @@ class IdempotentTask(DefinedTask):
                 if getattr(cls, option) is None and not is_explicit(app, f"task_{option}"):
                     setattr(cls, option, True)
             # Expected: Celery logs them at INFO, without a traceback.
-            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress, REPLAYED)
+            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress, Replayed)
             cls.throws = tuple(dict.fromkeys(expected))
         app = real_app(app)
         bound: Celery = super().bind(app)

@@ -31,7 +31,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery.callbacks import OUTCOME
-from celery_idempotent.celery.delivery import REPLAYED
+from celery_idempotent.celery.delivery import Replayed
 from celery_idempotent.celery.publishing import lost_after_ms
 from celery_idempotent.celery.task import make_store
 from celery_idempotent.protocol import shield
@@ -453,7 +453,7 @@ class TestConflicts:
         self, app, store, published, runs, caplog
     ):
         task = keyed(app, runs, idempotency_on_conflict="raise", throws=(KeyError,))
-        assert task.throws == (KeyError, FingerprintMismatch, InProgress, REPLAYED)
+        assert task.throws == (KeyError, FingerprintMismatch, InProgress, Replayed)
         hold(store, "k", "t")
         with caplog.at_level("INFO", "celery.app.trace"):
             deliver(app, send(published, task, "k"))
