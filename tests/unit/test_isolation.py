@@ -61,21 +61,16 @@ def test_a_bad_setting_is_not_hidden(shop):
         pass
 
 
-def test_blocks_may_be_nested(shop):
+def test_blocks_may_be_nested_and_end_with_a_test_that_fails(shop):
     usual = get_store(shop)
     with isolated_records(shop) as outer:
         assert isinstance(outer, MemoryStore)
         with isolated_records(shop) as inner:
-            assert inner is not outer
-            assert get_store(shop) is inner
+            assert get_store(shop) is inner is not outer
         assert get_store(shop) is outer
-    assert get_store(shop) is usual
-
-
-def test_a_test_that_fails_ends_its_records_as_well(shop):
-    usual = get_store(shop)
-    with pytest.raises(ZeroDivisionError), isolated_records(shop):
-        raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError), isolated_records(shop):
+            raise ZeroDivisionError
+        assert get_store(shop) is outer
     assert get_store(shop) is usual
 
 
