@@ -38,7 +38,7 @@ class State(enum.Enum):
     FAILED = "FAILED"
 
     @property
-    def settled(self) -> bool:
+    def is_final(self) -> bool:
         """Is this an end state, answered without another run?"""
         return self is State.COMPLETED or self is State.FAILED
 
@@ -123,7 +123,7 @@ class Record:
     @property
     def settled_by_operator(self) -> bool:
         """Did an operator settle this record, not a run or a sweep?"""
-        return self.state.settled and self.note.startswith(("complete by ", "fail by "))
+        return self.state.is_final and self.note.startswith(("complete by ", "fail by "))
 
     @property
     def created_at(self) -> datetime:

@@ -124,7 +124,7 @@ class OperationRequest:
 
     def check(self, record: Record) -> None:
         """Raise :exc:`ValueError` if this would replace how a record ended without being forced."""
-        if self.operation == "complete" and record.state.settled and not self.force:
+        if self.operation == "complete" and record.state.is_final and not self.force:
             end = f"it is {record.state.value}, and callers may have got that result or error"
             raise ValueError(f"{end}: to replace it, force it and give a reason.")
 

@@ -73,7 +73,7 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     request, on_conflict, left = run.request, run.policy.on_conflict, left_ms / 1000
     is_redelivery = record.task_id == request.id
     found = f"held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed"
-    if record.state.settled:
+    if record.state.is_final:
         found = f"completed by task {record.task_id}, whose result is not in the result backend yet"
     message = f"{record.identity} is {found}."
     error = InProgress(message, record.task_id, left)

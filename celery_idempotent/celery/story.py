@@ -58,7 +58,7 @@ def show_value(app: AnyCelery, record: Record) -> str:
         value = _load(app, record)
         if isinstance(value, BaseException):
             value = f"{type(value).__name__}: {value}"
-        elif not record.state.settled:
+        elif not record.state.is_final:
             value = json.dumps(value)  # as complete takes it
         text = value if isinstance(value, str) else pprint.pformat(value, width=100)
     except IdempotencyError as error:
@@ -287,8 +287,8 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
         f"A delivery or call before that claims it at once, and {claimed}.": stale,
         f"The next delivery or call claims it, and {claimed}.": interrupted,
         f"If its worker was lost, the broker delivers its message again {redelivered}.": waits,
-        f"Kept until {until}, by the options of its task.": state.settled and known,
-        f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.settled,
+        f"Kept until {until}, by the options of its task.": state.is_final and known,
+        f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.is_final,
     }
     scope = f" in scope {identity.scope}" if identity.scope else ""
     return Story(
@@ -322,7 +322,7 @@ def _risk(app: AnyCelery, operation: Operation, record: Record, now_ms: int) -> 
     replaced = "(force it, with a reason): callers may have got the old value or error"
     found = {
         "had a live owner, which is not stopped: its result is dropped, and what it does may be done twice.": live,
-        f"ended {replaced}, and Celery's result backend keeps it.": completes and state.settled,
+        f"ended {replaced}, and Celery's result backend keeps it.": completes and state.is_final,
         "may have taken effect or not: check the outside system first.": completes,
         "may have taken effect: then callers do not learn its result.": operation == "fail",
         f"{took}: the next call does it a second time.": state is State.COMPLETED,

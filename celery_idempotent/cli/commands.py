@@ -228,7 +228,9 @@ def _selection(
 
 def _selected(app: Celery, limit: int, **given: Any) -> Iterator[Record]:
     """Yield up to ``limit`` of the selected records, without the fields that lists leave out."""
-    pages = finding.pages(get_store(app), _selection(app, **given), limit=min(limit, finding.LOOK_AT))
+    pages = finding.pages(
+        get_store(app), _selection(app, **given), limit=min(limit, finding.LOOK_AT)
+    )
     for at, each in enumerate(chain.from_iterable(page.records for page in pages), 1):
         yield each
         if at == limit:

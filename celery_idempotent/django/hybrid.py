@@ -66,7 +66,7 @@ class Cache:
         except StoreMisconfigured:
             return None
         age_ms = int.from_bytes(entry[:_AGE_BYTES], "big") - left_ms
-        return Settled(record, max(age_ms, 0)) if record.state.settled else None
+        return Settled(record, max(age_ms, 0)) if record.state.is_final else None
 
     def ticket(self, identity: Identity) -> bytes | None:
         """Return the right to fill in what is read from now on, ``None`` without an answer."""
@@ -78,7 +78,7 @@ class Cache:
     def fill(self, identity: Identity, ticket: bytes, snapshot: Snapshot) -> None:
         """Cache the end state of a look that came after the ticket; the entry ends before the record does."""
         stored, now_ms = snapshot.stored, snapshot.now_us // 1000
-        if stored is None or not stored.record.state.settled:
+        if stored is None or not stored.record.state.is_final:
             return
         record, left_ms = stored.record, stored.expires_ms - now_ms - _TICKET_MS
         age_ms = max(now_ms - record.updated_ms + left_ms, 0)
@@ -145,7 +145,7 @@ class CachingStore(Store):
 
     def settle(self, request: SettleRequest) -> bool:
         # A FAILED record ends anew: needs the cache.
-        anew = request.record.state.settled and not request.restore
+        anew = request.record.state.is_final and not request.restore
         with self._buried(request.record.identity) if anew else nullcontext():
             settled = super().settle(request)
         if settled and not anew:

@@ -29,8 +29,8 @@ Verb = Literal[
 
 QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
 NONE = (None,)
-ENDS = tuple(state for state in State if state.settled)
-LIVE = tuple(state for state in State if not state.settled)
+ENDS = tuple(state for state in State if state.is_final)
+LIVE = tuple(state for state in State if not state.is_final)
 ANY = (*LIVE, *ENDS)
 #: The states that have a deadline.
 LEASED = (QUEUED, PROCESSING)

@@ -417,11 +417,11 @@ def agree(g: Noted, new: StoredRecord | None) -> None:
     _need(record.token == g.holder, "the newest claim has the key")
     _need(record.crashes == g.crashes, "each crash is counted once, and nothing else")
     _need((record.state is State.PROCESSING) == g.runs, "who runs has the key")
-    _need(record.state.settled == (g.done > 0), "a completed key stays so")
+    _need(record.state.is_final == (g.done > 0), "a completed key stays so")
     _need((record.state is State.QUEUED) == bool(g.waits), "who waits has a place")
     if g.runs:
         _need(record.deadline_ms == g.until, "a lease lasts as long as was said")
-    if record.state.settled:
+    if record.state.is_final:
         _need(record.value == value_of(g.value), "the first result stays")
         _need((record.state is State.COMPLETED) == (g.value[0] == "C"), "the first end stays")
     else:
@@ -678,7 +678,7 @@ class Model:
             found.append(
                 Call("settle", token=token, how="S", claim=interrupted, scope=scope.policy)
             )
-        if record.state.settled:
+        if record.state.is_final:
             found.append(Call("mark_delivered", token=token))
         if scope.message:
             found.append(Call("requeue"))
@@ -817,7 +817,7 @@ def can_end(model: Model, number: int) -> None:
     store.stored, store.highest = stored_of(number, 2) if number else None, 2
     for tick in range(8):
         store.now_us = tick * TICK * 1000
-        if store.stored is None or store.stored.record.state.settled:
+        if store.stored is None or store.stored.record.state.is_final:
             break
         record = store.stored.record
         if (
@@ -833,7 +833,7 @@ def can_end(model: Model, number: int) -> None:
         answer = perform(store, claim, b"the last", None)
         if isinstance(answer, records.Claimed):
             perform(store, Call("settle", how="C1", scope=scope.policy), b"", None, answer.record)
-    ended = number == 0 or (store.stored is not None and store.stored.record.state.settled)
+    ended = number == 0 or (store.stored is not None and store.stored.record.state.is_final)
     _need(ended, "what was accepted can always end")
 
 

@@ -91,7 +91,7 @@ class OperationForm(forms.Form):
     ) -> None:
         super().__init__(data)
         self._identity = seen.identity
-        if replaces := operation == "complete" and seen.state.settled:
+        if replaces := operation == "complete" and seen.state.is_final:
             force = self.fields["force"]
             force.required, force.label = True, "Replace how it ended"
         for name, wanted in {"value": operation == "complete", "force": live or replaces}.items():

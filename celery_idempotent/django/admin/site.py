@@ -459,7 +459,7 @@ def _list(app: Celery, form: FilterForm, selection: Selection, namespaces: list[
 def _is_dangerous(operation: Operation, record: Record) -> bool:
     """Can the operation repeat work that may have taken effect, or replace how it ended?"""
     is_end = operation in ("complete", "fail")
-    return record.state.settled or not (is_end or record.state is State.QUEUED)
+    return record.state.is_final or not (is_end or record.state is State.QUEUED)
 
 
 def _totals(stats: records.Stats) -> dict[str, int]:

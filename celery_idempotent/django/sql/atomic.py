@@ -290,7 +290,7 @@ class ClaimTransaction:
         # Asked after the lock was found free: what was committed is visible before its locks are free.
         stored = self._connections.run(lambda session: RowSnapshot(session, identity).stored)
         found = None if stored is None else stored.record
-        if found is None or found.token != token or found.swept or not found.state.settled:
+        if found is None or found.token != token or found.swept or not found.state.is_final:
             return False
         waiting, self._waiting = self._waiting, []
         for function in waiting:

@@ -374,7 +374,7 @@ class RedisSnapshot(Snapshot):
         if before is not None and before.expires_ms == after.expires_ms:
             life = b""
         # A settle that restores a lost record brings its token back; any other new record has a new one.
-        restores = before is None and record.state.settled
+        restores = before is None and record.state.is_final
         is_new = not restores and (before is None or before.record.token != record.token)
         token = b"%d" % record.token if is_new else b""
         score = record.updated_ms if record.deadline_ms is None else record.deadline_ms
