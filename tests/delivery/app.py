@@ -31,6 +31,8 @@ from celery.signals import (
     worker_init,
     worker_ready,
 )
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask, current_claim, signals
 from celery_idempotent.celery import publishing
@@ -55,7 +57,20 @@ def make_app(settings: Mapping[str, Any]) -> Celery:
     _define(app)
     _define_policies(app)
     _define_faulty(app)
+    if settings.get("exchanges"):
+        _define_exchanges(app)
     return app
+
+
+def _define_exchanges(app: Celery) -> None:
+    """Have exchanges give a message to several queues: one of fanout, and one of topics that is bound twice."""
+    name = app.conf.task_default_queue
+    topic = Exchange(f"{name}.topic", "topic")
+    app.conf.task_queues = [
+        Broadcast(f"{name}.all"),
+        Queue(f"{name}.a", topic, "order.#"),
+        Queue(f"{name}.b", topic, "*.paid"),
+    ]
 
 
 def task_name(policy: str, acks: str) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-import redis
 
 from celery_idempotent import Record, get_store
 from celery_idempotent.keys.rules import task_id_key
@@ -54,15 +53,6 @@ class Site(sites.Site):
         """Return a record by its key, or that of a task without one by its task id."""
         identity = Identity(namespace=name, key=task_id_key(task_id) if key is None else key)
         return get_store(self.app).get(identity)
-
-    def length(self) -> int:
-        """Return how many messages wait in the queue."""
-        if self.broker == "redis":
-            with redis.Redis.from_url(self.settings["broker_url"]) as client:
-                return int(client.llen(self.queue))
-        with self.app.connection_for_read() as connection:
-            bound: Any = self.app.amqp.queues[self.queue].bind(connection.default_channel)
-            return int(bound.queue_declare(passive=False).message_count)
 
     def idle(self, *task_ids: str) -> None:
         """Wait until all messages of these tasks that were sent by now are done with."""

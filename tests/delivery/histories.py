@@ -332,6 +332,10 @@ class Played:
             yield lambda: stand.ended(sent.result)
             assert isinstance(sent.result.result, ChordError), sent.result.result
 
+    @property
+    def ends_well(self) -> bool:
+        return ending(self.history).state == "SUCCESS"
+
     def end(self) -> None:
         if self.sent is not None:
             self.stand.open_gate(self.sent.first)

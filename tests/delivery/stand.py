@@ -154,15 +154,6 @@ class Stand(sites.Site):
             bound: Any = self.app.amqp.queues[queue].bind(connection.channel())
             return bound.get(no_ack=True) is not None
 
-    def waiting(self) -> int:
-        """Return how many messages are in the queue, or given to somebody."""
-        if self.broker == "redis":
-            with redis.Redis.from_url(self.settings["broker_url"]) as client:
-                return int(client.llen(self.queue)) + int(client.hlen("unacked"))
-        with Connection(self.settings["broker_url"]) as connection:
-            bound: Any = self.app.amqp.queues[self.queue].bind(connection.channel())
-            return int(bound.queue_declare(passive=True).message_count)
-
     def says(self, line: str, since: int = 0) -> None:
         """Wait until the worker writes this."""
         wait_for(
@@ -181,6 +172,7 @@ def open_stand(
     pool: str = "prefork",
     concurrency: int = 2,
     outbox: bool = False,
+    together: bool = False,
     **more: Any,
 ) -> Iterator[Stand]:
     """Open a stand: a Redis of its own for records and results (and messages), and a worker behind proxies."""
@@ -206,12 +198,15 @@ def open_stand(
             "result_backend": f"tests.delivery.histories_app:Backend+{server.url(1)}",
             "idempotency_store": server.url(2),
             "idempotency_sweep_interval": None,
-            "idempotency_lease": 30,
+            # Longer than any history waits: what is lost is noticed.
+            "idempotency_lease": 300,
             "longest_pause": 2.0,
             **more,
         }
         behind = {"idempotency_store": to_store.url(2)} if "idempotency_store" not in more else {}
         env: dict[str, str] = {}
+        if together:  # the result is stored with its record
+            settings["result_backend"], behind["result_backend"] = server.url(2), to_store.url(2)
         if outbox:
             alias, env = stack.enter_context(_database(directory))
             settings["idempotency_store"] = f"django://{alias}"

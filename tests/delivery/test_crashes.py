@@ -33,24 +33,6 @@ def first_run(site: Site, key: str) -> Entry:
     return wait_for(lambda: site.ledger.entries("start", key), 20, "the first run")[0]
 
 
-def test_a_lost_child_costs_its_key_a_moment_and_not_a_lease(broker, open_site, key, gate):
-    # Neither acks_late nor reject_on_worker_lost is set: the defaults.
-    site = open_site(broker, idempotency_lease=300)
-    worker = site.worker(concurrency=2)
-    result = site.publish("keyed", key, 0.0, gate.path)
-    lost = first_run(site, key)
-    worker.kill_child(lost.pid)
-    gate.open()
-    answer = result.get(timeout=60)
-    assert answer["pid"] != lost.pid
-    assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (2, 1)
-    assert site.ledger.count("interrupted", key) == 1
-    record = site.record("keyed", key)
-    assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
-    assert site.publish("keyed", key, 0.0, gate.path).get(timeout=30) == answer
-    assert site.ledger.count("start", key) == 2
-
-
 class TestTheSweep:
     @pytest.fixture
     def start_beat(self, tmp_path) -> Iterator[Callable[[Site], Path]]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from celery.result import AsyncResult
 
-from tests.delivery import exchanges_app
+from tests.delivery import app as app_module
 from tests.support import sites
 from tests.support.ledger import Ledger
 from tests.support.sites import RABBITMQ, REDIS
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.worker
 
 
 class Site(sites.Site):
-    module: ClassVar[Any] = exchanges_app
+    module: ClassVar[Any] = app_module
 
     def three_workers(self, *queues: str) -> list[Worker]:
         return [
@@ -37,7 +37,7 @@ class Site(sites.Site):
 def site(
     request: pytest.FixtureRequest, ledger: Ledger, start_worker: Callable[..., Worker]
 ) -> Iterator[Site]:
-    settings = {"worker_enable_remote_control": False}
+    settings = {"worker_enable_remote_control": False, "exchanges": True}
     site = sites.open_site(Site, request, request.param, ledger, start_worker, settings)
     yield site
     site.close()
@@ -55,7 +55,7 @@ def lines(workers: list[Worker], task_id: str, words: str) -> int:
 @pytest.mark.parametrize("site", [RABBITMQ, REDIS], indirect=True)
 def test_a_broadcast_message_runs_on_every_worker(site: Site, ledger: Ledger):
     workers = site.three_workers("all", "all", "all")
-    sent = site.broadcast("work", "k", 0.5)
+    sent = site.broadcast("guarded", "k", 0.5)
     wait_for(lambda: ledger.count("end", "k") >= 3, 30, "three runs")
     assert len({each.pid for each in ledger.entries("start")}) == 3
     assert lines(workers, sent.id, "received") == 3
@@ -81,7 +81,7 @@ def test_a_topic_exchange_with_two_queues_delivers_twice_and_the_copies_stay_apa
 ):
     """The message runs once, in whichever queue is first; the other copy waits and is answered."""
     workers = site.three_workers("a", "b", "b")
-    sent = site.publish("work", "k", 3.0, queue=f"{site.queue}.a", routing_key="order.paid")
+    sent = site.publish("guarded", "k", 3.0, queue=f"{site.queue}.a", routing_key="order.paid")
     wait_for(lambda: lines(workers, sent.id, "succeeded") == 2, 60, "the run and the replay")
     assert ledger.count("start", "k") == 1
     again = lines(workers, sent.id, "is republished")

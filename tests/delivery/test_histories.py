@@ -67,6 +67,17 @@ def test_every_cell_of_the_page_has_histories_and_every_history_a_cell():
     assert {*re.findall(r"\(([a-z])\)", section)} == {each.cell for each in histories()}
 
 
+def test_a_result_that_is_stored_with_its_record_is_there_with_it_once(tmp_path):
+    own = ("storing", "stored")  # of a result backend of the tests
+    wanted = [e for e in histories() if e.shape == "alone" and e.way == "call"]
+    with open_stand("redis", tmp_path, None, concurrency=AT_ONCE, together=True) as stand:
+        found = play(stand, [e for e in wanted if e.point not in own], at_once=AT_ONCE)
+        wrong = {str(each.history): each.error for each in found if each.error}
+        assert not wrong
+        results = [each.sent.sender.result for each in found if each.ends_well]
+        assert {*results} == {"a"}
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Celery's result backend
 @pytest.mark.parametrize("serializer", ["pickle", pytest.param("msgpack", marks=pytest.mark.wide)])
 def test_parts_that_are_delivered_twice_count_once_whatever_keeps_their_results(

@@ -62,9 +62,4 @@ class Site(sites.Site):
     def left_over(self) -> int:
         """Stop the worker, and return how many messages the broker has then."""
         self.lead.stop(timeout=60)
-        if self.broker == "redis":
-            with redis.Redis.from_url(self.settings["broker_url"]) as client:
-                return int(client.llen(self.queue)) + int(client.hlen("unacked"))
-        with self.app.connection_for_read() as connection:
-            bound: Any = self.app.amqp.queues[self.queue].bind(connection.default_channel)
-            return int(bound.queue_declare(passive=True).message_count)
+        return self.length(taken=True)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from celery_idempotent.records import State
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
-from tests.support.waiting import wait_for
 from tests.support.watch import States
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
@@ -40,62 +38,6 @@ def test_nothing_is_left_to_celery_where_nothing_happens(set_stage: SetStage, se
     for key in "abc":
         assert stage.succeeds(stage.send("work", key))
     assert by_celery(server) == 0
-
-
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
-def test_an_answer_that_is_lost_costs_a_repetition(
-    set_stage: SetStage,
-    redis_proxy: Proxy,
-    digests: dict[str, bytes],
-    server: redis.Redis,
-    silent: bool,
-):
-    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1", together=True)
-    stage.worker()
-    result = stage.send("work", "k", "", "gate")
-    stage.started("k")
-    states = States(server, result.id)
-    redis_proxy.swallow_replies(digests["settle"], times=3, silent=silent)
-    stage.open("gate")
-    stage.succeeds(result)
-    stage.tells("settled", "k")
-    assert redis_proxy.swallowed == 3
-    assert states.names() == ["SUCCESS"]
-    assert by_celery(server) == 0
-    states.close()
-    stage.ran_once("k", result)
-
-
-@pytest.mark.parametrize("lost", ["a child", "the whole worker"])
-def test_a_process_that_dies_right_after_the_script_leaves_both(
-    set_stage: SetStage,
-    redis_proxy: Proxy,
-    digests: dict[str, bytes],
-    server: redis.Redis,
-    lost: str,
-):
-    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=30", together=True)
-    worker = stage.worker()
-    result = stage.send("work", "k", "", "gate")
-    child = stage.started("k")
-    redis_proxy.swallow_replies(digests["settle"], silent=True)
-    stage.open("gate")
-    wait_for(lambda: redis_proxy.swallowed, what="the settle")
-    assert stage.state("k") is State.COMPLETED
-    # The process knows nothing of it, and never will.
-    assert stage.told("settled", "k") == 0
-    assert result.state == "SUCCESS"
-    states = States(server, result.id)
-    if lost == "a child":
-        worker.kill_child(child)
-    else:
-        worker.kill()
-        stage.worker("next")
-    stage.ran_once("k", result)
-    # Whoever has the message, its result is there already.
-    wait_for(lambda: stage.queued() == 0, what="the message to be acknowledged")
-    assert states.names() == []
-    states.close()
 
 
 def test_a_key_that_is_forgotten_meanwhile_is_settled_with_its_result(

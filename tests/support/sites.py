@@ -143,6 +143,15 @@ class Site:
                 )
         return self.result(message.task_id)
 
+    def length(self, *, taken: bool = False) -> int:
+        """Return how many messages wait in the queue; on Redis also those that were ``taken``, and not acknowledged."""
+        if self.broker == "redis":
+            with redis.Redis.from_url(self.settings["broker_url"]) as client:
+                return int(client.llen(self.queue)) + taken * int(client.hlen("unacked"))
+        with self.app.connection_for_read() as connection:
+            bound: Any = self.app.amqp.queues[self.queue].bind(connection.default_channel)
+            return int(bound.queue_declare(passive=False).message_count)
+
     def close(self) -> None:
         get_store(self.app).close()
         close_app(self.app)
