@@ -13,15 +13,12 @@ from celery_idempotent import Record, get_store
 from celery_idempotent.keys.rules import task_id_key
 from celery_idempotent.records import Identity
 from tests.delivery import app as app_module
-from tests.delivery.theatre import sides, theatre
 from tests.support import sites
 from tests.support.ledger import Ledger
 from tests.support.sites import IMPATIENT, RABBITMQ, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.watch import States
 from tests.support.workers import Worker
-
-__all__ = ["sides", "theatre"]
 
 pytest.register_assert_rewrite("tests.delivery.cells", "tests.delivery.scenarios")
 

@@ -1,8 +1,16 @@
-"""Every announced difference is there, and no other is taken out of the comparison."""
+"""What Celery's user guide says is the same with our class as with Celery's, but for what differences.md announces.
+
+Every scenario is played by two workers, one with Celery's class and one with ours, before the two are compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,13 +18,125 @@ import redis
 from celery import Celery, chain
 
 from celery_idempotent import InvalidKey, InvalidOption
-from tests.delivery.announced import announced
 from tests.delivery.beside_app import OURS, PLAIN
-from tests.delivery.scenario import everything
-from tests.delivery.sides import PATIENCE, Side
+from tests.delivery.comparison import differences
+from tests.delivery.recorder import unwatch, watch
+from tests.delivery.scenario import CELERY, Scenario, everything
+from tests.delivery.sides import PATIENCE, Side, Stage
+from tests.support.paths import ROOT
+from tests.support.servers import embedded_redis
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+SCENARIOS = [each for each in everything() if each.since <= CELERY]
+
+#: So many scenarios are under way at once; most of the time they wait.
+_THREADS = 6
+
+Plays = dict[tuple[str, bool], "Future[Stage]"]
+
+
+@dataclass
+class Theatre:
+    """Both sides, and what is or will be known of each scenario."""
+
+    plain: Side
+    ours: Side
+    plays: Plays
+
+    def both(self, scenario: Scenario) -> tuple[Stage, Stage]:
+        """Return the stages of a scenario once it was played on both sides."""
+        if scenario.alone:
+            wait(self.plays.values())
+            return self._play(self.plain, scenario), self._play(self.ours, scenario)
+        plain, ours = (self.plays[scenario.sentence, mine] for mine in (False, True))
+        return plain.result(timeout=100), ours.result(timeout=100)
+
+    @staticmethod
+    def _play(side: Side, scenario: Scenario) -> Stage:
+        return side.play(scenario.sentence, scenario.play, scenario.absent)
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side]]:
+    directory = tmp_path_factory.mktemp("documented")
+    with embedded_redis() as server:
+        made = []
+        for number, ours in enumerate((False, True)):
+            conf = {
+                "broker_url": server.url(2 * number),
+                "result_backend": server.url(2 * number + 1),
+                **_CONF,
+            }
+            name = f"{'ours' if ours else 'plain'}-{uuid.uuid4().hex[:6]}"
+            made.append(Side(name, ours=ours, directory=directory, conf=conf, mortal=True))
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(Side.start, made))
+            yield made[0], made[1]
+        finally:
+            for side in made:
+                side.close()
+
+
+_CONF: dict[str, Any] = {
+    "accept_content": ["json", "pickle", "yaml", "msgpack"],
+    "result_accept_content": ["json"],
+    "broker_connection_retry_on_startup": True,
+    "result_extended": True,
+    "task_send_sent_event": True,
+    "worker_prefetch_multiplier": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def theatre(request: pytest.FixtureRequest, sides: tuple[Side, Side]) -> Iterator[Theatre]:
+    """Every scenario of this session is under way from now on, those that take long first."""
+    wanted: list[Scenario] = []
+    for item in request.session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if isinstance(params.get("scenario"), Scenario):
+            wanted.append(params["scenario"])
+    wanted.sort(key=lambda each: not each.slow)
+    watch()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        plays: Plays = {
+            (each.sentence, side.ours): pool.submit(
+                side.play, each.sentence, each.play, each.absent
+            )
+            for each in wanted
+            if not each.alone
+            for side in sides
+        }
+        yield Theatre(*sides, plays)
+        pool.shutdown(cancel_futures=True)
+    unwatch()
+
+
+def announced() -> dict[str, str]:
+    """Return the text of each announced difference by its name, which is its heading's."""
+    page = (ROOT / "docs" / "differences.md").read_text()
+    parts = re.split(r"^## .*?`([a-z-]+)`.*$", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_what_the_guide_says_is_so(theatre: Theatre, scenario: Scenario) -> None:
+    plain, ours = theatre.both(scenario)
+    # Events and lines of a log may be on their way still; what should not be there was waited for.
+    until = time.monotonic() + 5
+    while (found := differences(plain, ours)) and not scenario.differs:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    shown = [line[:4000] for line in found[:20]]
+    if scenario.differs:
+        assert shown, f"no difference is left of {scenario.differs}"
+        assert {*scenario.differs} <= announced().keys()
+    else:
+        assert not shown, "\n".join(shown)
+
 
 Check = Callable[[Side], bool]
 
