@@ -155,8 +155,6 @@ def _define(app: Celery) -> None:
     idempotent(name="appending")(appending)
     idempotent(name="looking", idempotency_key="key")(looking)
     app.task(name="awaited", base=Awaiting, shared=False, idempotency_key="key")(awaited)
-    idempotent(name="adding", max_retries=1)(adding)
-    app.task(name="total", base=IdempotentTask, shared=False)(total)
     app.task(name="threads", base=Task, shared=False)(threads)
     app.task(name="echo", base=Task, shared=False)(echo)
 
@@ -392,20 +390,6 @@ async def awaited(key: str, gate: str) -> str:
         await asyncio.sleep(0.02)
     ledger.append("end", key)
     return uuid.uuid4().hex
-
-
-def adding(self: Any, a: int, b: int, key: str, retry: bool = False) -> int:
-    """Add, and note what was added."""
-    if retry and not self.request.retries:
-        raise self.retry(countdown=0)
-    Ledger.from_env().append("added", key, f"{a}+{b}")
-    return a + b
-
-
-def total(numbers: list[int], key: str) -> int:
-    """Sum up the results of a header."""
-    Ledger.from_env().append("total", key, str(sum(numbers)))
-    return sum(numbers)
 
 
 def echo(value: Any) -> Any:

@@ -153,7 +153,8 @@ def frozen(s: Stage) -> None:
 
 @scenario("a signature that is sent twice, and a chain, run twice")
 def sent_twice(s: Stage) -> None:
-    for sig in (s.quiet.s("x"), chain(s.quiet.s("y"), s.quiet.s())):
+    parts = chord([s.add.s(1), s.add.s(2)], s.tsum.s(), app=s.app)
+    for sig in (s.quiet.s("x"), chain(s.quiet.s("y"), s.quiet.s()), chain(s.add.s(1, 1), parts)):
         results = [sig.apply_async() for _ in range(2)]
         values = [each.get(timeout=PATIENCE) for each in results]
         assert values[0] == values[1]

@@ -305,11 +305,8 @@ class Played:
     def _comes_to(self, end: Ending, *, arrived: bool) -> Steps:
         stand, each, sent = self.stand, self.history, self.sent
         assert sent is not None
-        if end.state:
-            yield lambda: stand.ended(sent.sender)
-            assert sent.sender.state == end.state, (sent.sender.state, sent.sender.result)
-        else:
-            yield lambda: stand.ended(sent.sender) or "exited with" in stand.lead.log
+        yield lambda: stand.ended(sent.sender)
+        assert sent.sender.state in (end.state or sent.sender.state), self.story()
         follows = each.shape != "alone" and not arrived
         if follows and 0 not in end.follower:
             yield lambda: stand.effects(sent.follower)

@@ -42,15 +42,6 @@ def revoked(result: AsyncResult[Any]) -> bool:
 
 
 class TestLimits:
-    def test_a_soft_limit_during_the_run_gives_the_key_back(self, set_stage: SetStage):
-        stage = set_stage()
-        stage.worker()
-        failed = stage.send("work", "k", "", "never", soft_time_limit=1)
-        assert type(stage.fails(failed)).__name__ == "SoftTimeLimitExceeded"
-        stage.tells("released", "k")
-        assert stage.record("k") is None
-        stage.ran_once("k", stage.send("work", "k"))
-
     def test_a_hard_limit_frees_the_key_once_the_child_is_gone(self, set_stage: SetStage):
         stage = set_stage(idempotency_lease=LONG)
         stage.worker()
