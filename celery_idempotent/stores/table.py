@@ -350,9 +350,9 @@ def after(
         fields["crashes"] = fields.get("crashes", 0) + rule.crashes
         if "attempts" in carried:
             fields["attempts"] += rule.attempts
-        if rule.resends:
-            copies = dict.fromkeys((*fields.get("copies", old.copies), old.task_id))
-            fields["copies"] = (*copies,)[-COPIES:]
+        sent = (old.task_id,) if rule.resends else args.fields.get("copies", ())
+        if sent and (rule.resends or "copies" in carried):
+            fields["copies"] = (*dict.fromkeys((*old.copies, *sent)),)[-COPIES:]
         if rule.swept:
             fields["swept"] = True
         if args.step is not None:

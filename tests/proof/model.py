@@ -241,6 +241,11 @@ def _numbered(name: Any, stored: StoredRecord) -> int:
     return _numbers[name]
 
 
+#: A claim that is of no use.
+_FOREIGN = len(_rest)
+_rest.append(StoredRecord(Record(KEY, State.INTERRUPTED, 0, 0, 0, task_id="a"), 0))
+
+
 @cache
 def stored_of(number: int, token: int) -> StoredRecord:
     """Return a record of the model."""
@@ -267,6 +272,16 @@ class Noted(NamedTuple):
     step: str = ""
     fingerprint: bytes | None = None
     task: str = ""
+    #: Was it reserved? Whose messages were sent twice, and who of them is over, as another task has run since?
+    placed: bool = False
+    twice: str = ""
+    past: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.done > 0:
+            return "COMPLETED" if self.value[0] == "C" else "FAILED"
+        return "PROCESSING" if self.runs else "QUEUED" if self.waits else "INTERRUPTED"
 
 
 NOTHING = Noted()
@@ -287,21 +302,27 @@ def note(
     record = None if new is None else new.record
     token = record.token if record else 0
     own, alive = call.token == g.holder != 0, g.until > 0
+    scope = call.scope
+    mark = scope.each_runs and g.done > 0 and call.task != g.task
+    if call.verb == "claim" and call.same and g.runs:
+        _need(word == "claimed", "who asks again, because the answer was lost, is answered")
     match call.verb:
         case "claim" | "reserve" if word in ("claimed", "reserved"):
             assert record is not None
-            asked, scope = FINGERPRINTS[call.task], call.scope
-            mark = scope.each_runs and g.done > 0 and call.task != g.task
+            asked = FINGERPRINTS[call.task]
+            _need(call.task not in g.past, "a copy of a message is no new call")
             if call.same and token == g.holder and g.runs and word == "claimed":
                 return g._replace(until=TICK)
             _need(not (g.runs and alive), "nobody is granted a key beside a live lease")
             _need(g.done <= 0 or mark, "nobody is granted a completed key within its retention")
-            old = NOTHING if mark else g
+            over = g.past + g.task * (g.task in g.twice)
+            old = NOTHING._replace(twice=g.twice, past=over) if mark else g
             known = None in (old.fingerprint, asked) or old.fingerprint == asked
             _need(known, "a key is not granted for other arguments")
             _need(token > top or (token == g.holder and word == "reserved"), "tokens grow")
             # A message that is sent again is that of the first call, with its arguments.
             asked = old.fingerprint if token == g.holder else old.fingerprint or asked
+            is_new = token != g.holder
             g = old._replace(
                 holder=token, runs=False, fingerprint=asked, crashes=old.crashes + g.runs
             )
@@ -310,7 +331,12 @@ def note(
             # Who asks again, because the answer was lost, is answered as before.
             others = old.waits and alive and call.task not in (old.waits, old.task)
             _need(not others, "one message waits for a key")
-            return g._replace(until=record.deadline_ms or 0, waits=record.task_id, task=call.task)
+            _need(record.task_id == (old.waits or record.task_id), "it has the first task id")
+            # Of a message that is sent again while its first run goes on, nobody knows but that run's record.
+            sent = call.how == "staged" and is_new and call.task not in g.twice
+            twice = g.twice + call.task * sent
+            g = g._replace(until=record.deadline_ms or 0, waits=record.task_id, task=call.task)
+            return g._replace(placed=old.placed or is_new, twice=twice)
         case "claim" | "reserve" if word == "held":
             _need(
                 alive and (g.runs or (g.waits and call.verb == "reserve")),
@@ -318,7 +344,7 @@ def note(
             )
         case "claim" | "reserve" if word == "settled":
             copy = record is not None and call.task in record.copies
-            _need(g.done > 0 or copy, "only a completed key answers with a result")
+            _need(copy or (g.done > 0 and not mark), "only a completed key answers")
         case "claim" | "reserve":
             other = None not in (g.fingerprint, FINGERPRINTS[call.task])
             _need(other and g.fingerprint != FINGERPRINTS[call.task], "equal arguments are let in")
@@ -353,6 +379,8 @@ def note(
         case "release":
             _need(word == "no" or (own and (g.runs or g.waits)), "a late worker gives nothing back")
             _need(word == "yes" or not (own and g.runs), "the holder gives its key back")
+            stays = g.step or (call.how == "retry" and (g.placed or scope.message))
+            _need(word == "no" or record or not stays, "steps, and a retry's place, stay")
             return g if word == "no" else _given_back(g, record)
         case "interrupt":
             _need(
@@ -372,6 +400,8 @@ def note(
             _need(not g.runs or alive, "a lease that is over is swept")
         case "sweep":
             _need(not alive, "a sweep leaves a live lease alone")
+            again = not g.runs or (scope.message and scope.on_stale == "requeue")
+            _need((word == "requeued") == bool(again), "what asks for it is sent again")
             return _waiting(g._replace(crashes=g.crashes + g.runs), record)
         case "replace" if word == "yes":
             _need(
@@ -383,7 +413,7 @@ def note(
             _need(g.waits == call.task, "the place is given up by the task that had it")
             return NOTHING
         case "forget" if word == "yes":
-            _need(own, "an operator forgets what was seen")
+            _need(own and call.how == g.state, "an operator forgets what was seen")
             return NOTHING
     return g
 
@@ -599,7 +629,7 @@ class Model:
             )
 
         def give(how: str, becomes: str) -> Act:
-            return Act(Call("release", token=token, how=how), becomes, "idle")
+            return Act(Call("release", token=token, how=how, scope=scope.policy), becomes, "idle")
 
         late, gone = take(task, phase, phase), Act(nothing, "", "idle")
         match phase:
@@ -617,7 +647,7 @@ class Model:
                 back = Call("take_back", same=same)
                 found = [Act(back, "idle", "idle", token), Act(back, "gave up", "gave up", token)]
                 if not token:
-                    return [late, Act(nothing, "", "late"), gone]
+                    return [late, Act(nothing, "", "late"), gone, Act(back, phase, phase)]
                 return [*found, gone]  # or it dies
             case "late":
                 return [take(task, "idle", "idle"), gone]
@@ -656,7 +686,7 @@ class Model:
 
     def _environment(self, number: int, token: int, waits: str) -> list[Call]:
         """Return the calls of publishers, sweeps and operators to a key."""
-        scope, found = self.scope, [Call("sweep")]
+        scope, found = self.scope, [Call("sweep", scope=self.scope.policy)]
         record = stored_of(number, token).record if number else None
         if scope.reserves:
             hows = ["", "staged"] if scope.each_runs else [""]
@@ -669,6 +699,8 @@ class Model:
             if waits:
                 found += [Call("replace", token=token), Call("release", token=token)]
         if record is None:
+            if scope.operator:
+                found += [Call("settle", token=1, how="S", claim=_FOREIGN, scope=scope.policy)]
             return found
         seen = claim_of(number)
         if scope.on_stale == "fail":

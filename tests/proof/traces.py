@@ -395,7 +395,7 @@ def graph_of(most: int = MOST, scopes: Sequence[Scope] = SCOPES) -> Graph:
 
 
 #: So many worlds of each scope make a small graph.
-SMALL = 1_500
+SMALL = 2_500
 
 
 def graph_for(name: str, most: int = MOST) -> Graph:
