@@ -10,7 +10,10 @@ import sys
 from dataclasses import dataclass
 
 #: In the order of the table. The shortest come first: what is broken shows early.
-PARTS: tuple[str, ...] = ("model", "planted", "traces", "races", "delivery")
+PARTS: tuple[str, ...] = (
+    *("model", "planted", "traces", "races", "delivery"),
+    *("chaos", "recovery", "soak"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from tests.proof.chaos.faults import FAULTS, Fault
 from tests.proof.chaos.tasks import CANVASES, KINDS
 
 #: By lane, whose faults follow each other: the shortest and the longest pause, in seconds.
-PAUSES = {"worker": (0.5, 2.0), "store": (0.5, 2.5), "broker": (3.0, 6.0)}
+PAUSES = {"worker": (1.5, 5.0), "store": (1.5, 4.5), "broker": (5.0, 10.0)}
 
 
 class Call(NamedTuple):
