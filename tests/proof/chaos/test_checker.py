@@ -1,0 +1,95 @@
+"""A checker that cannot fail proves nothing: each wrong history is told, and none that a named fault explains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.proof.chaos.checker import Checker
+from tests.proof.chaos.plan import make
+
+ID = "keyed key k"
+CALL = {
+    "what": "call",
+    "kind": "keyed",
+    "key": "k",
+    "units": ["keyed k"],
+    "first": 0.9,
+    "result": "a",
+}
+KILL = {"what": "strike", "n": 0, "fault": "child killed", "explains": "died"}
+
+
+def verb(t: float, name: str, token: int, pid: int = 7) -> dict[str, Any]:
+    return {
+        "t": t,
+        "what": "verb",
+        "verb": name,
+        "id": ID,
+        "token": token,
+        "task_id": "a",
+        "pid": pid,
+    }
+
+
+def effect(t: float, token: int) -> dict[str, Any]:
+    return {"t": t, "what": "effect", "unit": "keyed k", "id": ID, "token": token, "pid": 7}
+
+
+def check(*notes: dict[str, Any], broker: str = "rabbitmq") -> Checker:
+    called = [{"t": 1.0, **CALL}, *notes, {"t": 99.0, "what": "end"}]
+    return Checker(called, store="redis", broker=broker, library="ours")
+
+
+def kill(t: float, pid: int = 7) -> tuple[dict[str, Any], ...]:
+    struck = {"t": t, "what": "struck", "n": 0, "pids": [pid], "key": ""}
+    return {"t": t, **KILL}, struck, {"t": t + 0.1, "what": "healed", "n": 0}
+
+
+ONCE = (verb(2, "claimed", 1), effect(2.1, 1), verb(2.2, "settled", 1))
+TWICE = (verb(2, "claimed", 1), effect(2.1, 1), verb(9, "claimed", 2), effect(9.1, 2))
+
+
+def test_what_runs_once_is_right() -> None:
+    found = check(*ONCE)
+    assert (found.calls, found.effects, found.verbs.total()) == (1, 1, 2)
+    assert found.wrong == found.doubled == found.lost == []
+
+
+@pytest.mark.parametrize(
+    ("notes", "told"),
+    [
+        ((), "lost: keyed k"),
+        (TWICE, "doubled: keyed k"),
+        (TWICE, "beside one another"),
+        ((*ONCE, verb(5, "claimed", 2)), "settled at 1.2 s, and claimed again"),
+        ((*ONCE, *kill(4), verb(5, "claimed", 2), effect(5.1, 2)), "doubled: keyed k"),
+        ((verb(2, "claimed", 2), verb(3, "released", 2), verb(4, "claimed", 1)), "do not grow"),
+        ((*TWICE, *kill(5, pid=8)), "doubled: keyed k"),
+        ((*kill(0.5), *TWICE), "beside one another"),
+        (
+            ({"t": 3.0, "what": "ended", "name": "w0", "pids": [7], "code": 1},),
+            "w0 ended by itself",
+        ),
+    ],
+)
+def test_what_no_fault_explains_is_wrong(notes: tuple[dict[str, Any], ...], told: str) -> None:
+    assert any(told in each for each in check(*notes).wrong)
+
+
+def test_a_kill_between_an_effect_and_its_settle_explains_the_second_effect() -> None:
+    found = check(*TWICE, *kill(3))
+    assert not found.wrong
+    assert found.doubled == ["doubled: keyed k at 1.1 s and 8.1 s: child killed at 2.0 s"]
+
+
+def test_a_message_that_nobody_claimed_may_be_lost_on_redis_alone() -> None:
+    assert check(*kill(3), broker="redis").lost
+    assert check(*kill(3)).wrong
+
+
+def test_a_seed_makes_the_same_plan() -> None:
+    one, same, other = (make(seed, 30, 20, "redis", "redis") for seed in (1, 1, 2))
+    assert one.digest == same.digest != other.digest
+    assert len({each.fault.name for each in make(1, 300, 1, "redis", "redis").strikes}) > 20
