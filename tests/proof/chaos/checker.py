@@ -17,6 +17,10 @@ from tests.proof.chaos.tasks import CANVASES, EACH_RUNS, LEASE
 
 #: The verbs that end a claim.
 ENDS = ("settled", "released", "lease_lost", "settle_failed")
+#: After these a message is on its way again, or still.
+SENT_AGAIN = ("released", "conflicted", "store_failed", "requeued", "reserved")
+#: The kinds whose record keeps the message.
+KEPT = ("once", "ordered")
 #: How much later than the fact a note may come, on a machine that is busy.
 LATE = 2.0
 #: So much is left of a lease at least when its store goes away: it is renewed after a third.
@@ -59,7 +63,7 @@ class Checker:
         self.faults = Counter(each["fault"] for each in self._faults if "n" in each)
         self._claims: dict[str, list[Note]] = defaultdict(list)
         self._ends: dict[tuple[str, int], Note] = {}
-        self._seen: set[str] = set()
+        self._last: dict[str, Note] = {}
         for note in self._notes:
             if note["what"] == "verb":
                 self._read_verb(note)
@@ -99,7 +103,7 @@ class Checker:
 
     def _read_verb(self, note: Note) -> None:
         self.verbs[note["verb"]] += 1
-        self._seen.add(note["task_id"])
+        self._last[note["task_id"]] = note
         if note["verb"] == "claimed":
             self._claims[note["id"]].append(note)
         elif note["verb"] in ENDS:
@@ -191,10 +195,22 @@ class Checker:
             return ""  # by one claim, in a transaction, or under two keys
         end = self._ends.get((first["id"], first["token"]))
         if end is not None and end["verb"] == "settled" and end["t"] < second["t"]:
-            return self._data_lost(end["t"], second["t"])
+            return self._data_lost(end["t"], second["t"]) or self._mark_lost(first, second)
         claims = [each for each in self._claims[first["id"]] if each["token"] == first["token"]]
         lost = self._data_lost(first["t"], second["t"])
         return lost or self._explain((*claims, first)[0], second["t"])
+
+    def _mark_lost(self, first: Note, second: Note) -> str:
+        """Name the fault after which a message came back where each call runs: another call's mark stood there."""
+        others = [x["t"] for x in self._claims[first["id"]] if x["task_id"] != first["task_id"]]
+        if any(first["t"] < t < second["t"] for t in others):
+            for fault in self._faults:
+                if (
+                    fault["explains"] in ("died", "broker")
+                    and first["t"] - 1 < fault["end"] < second["t"]
+                ):
+                    return f"{fault['fault']} at {self._at(fault['t'])}, and another call's run"
+        return ""
 
     def _check_calls(self) -> None:
         gone = missing(self._notes)
@@ -207,21 +223,29 @@ class Checker:
                     self._decide(self.lost, f"lost: {unit}, called at {self._at(call['t'])}", why)
 
     def _of_loss(self, call: Note, unit: str) -> str:
-        """Name the fault by which a message may be gone that nobody claimed: of Redis, or acknowledged early.
+        """Name the fault by which a message may be gone that nobody has claimed since it was sent.
 
-        The body of a chord is Celery's to publish: while the broker is away the chord ends with an error.
+        Of Redis, or acknowledged early; a retry that the broker did not take; and the body of a chord, which Celery
+        gives up then. What keeps its message is sent again by the sweep: it is never lost.
         """
         begun, faults = (
             call["first"],
             [f for f in self._faults if f["explains"] in ("died", "broker")],
         )
-        was_seen = call["kind"] not in CANVASES and call["result"] in self._seen
+        last = self._last.get(call["result"] or "")
+        if last and call["kind"] not in CANVASES:
+            begun = last["t"]
         if call["kind"] == "chord" and unit.endswith("/3"):
             parts = [x["t"] for x in self._notes if x.get("unit", "").startswith(unit[:-1])]
             faults = [f for f in faults if any(f["t"] - 3 < t < f["end"] + 1 for t in parts)]
-        elif was_seen or (self._broker != "redis" and call["kind"] != "early"):
-            return ""
-        found = next((fault for fault in faults if fault["end"] > begun), None)
+        elif call["kind"] == "retrying" and self._broker != "redis":
+            faults = [f for f in faults if f["t"] < begun < f["end"] + 1 and last]
+        else:
+            may_be_gone = self._broker == "redis" or call["kind"] == "early"
+            is_away = last is None or last["verb"] in SENT_AGAIN or call["kind"] in CANVASES
+            if not (may_be_gone and is_away) or call["kind"] in KEPT:
+                return ""
+        found = next((fault for fault in faults if fault["end"] > begun - 1), None)
         return f"{found['fault']} at {self._at(found['t'])}" if found else ""
 
     def _decide(self, explained: list[str], told: str, why: str) -> None:

@@ -34,7 +34,8 @@ def verb(t: float, name: str, token: int, pid: int = 7) -> dict[str, Any]:
 
 
 def effect(t: float, token: int) -> dict[str, Any]:
-    return {"t": t, "what": "effect", "unit": "keyed k", "id": ID, "token": token, "pid": 7}
+    about = {"unit": "keyed k", "id": ID, "task_id": "a", "pid": 7}
+    return {"t": t, "what": "effect", "token": token, **about}
 
 
 def check(*notes: dict[str, Any], broker: str = "rabbitmq") -> Checker:
