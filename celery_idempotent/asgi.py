@@ -100,8 +100,10 @@ class _Exchange(ServedRequest):
     unread: bytes | None = None
     #: Has the server a part of the response?
     is_passed = False
-    #: The application, once it runs.
+    #: The application, once it runs; is its response complete, for which the thread waits, and is that sent?
     running: asyncio.Future[None] | None = None
+    complete: Future[None]
+    sent: asyncio.Event
     settle_seconds = inf
 
     def __init__(
@@ -110,9 +112,7 @@ class _Exchange(ServedRequest):
         super().__init__(middleware, scope)
         self.pool, self.works = middleware.pool, middleware.works
         self.server_receive, self.send = receive, send
-        self.loop, self.sent = asyncio.get_running_loop(), asyncio.Event()
-        #: Done when the response is complete; the thread waits for it.
-        self.complete = Future[None]()
+        self.loop = asyncio.get_running_loop()
 
     async def whole(self) -> None:
         """Answer the request, then let the application end."""
@@ -150,8 +150,8 @@ class _Exchange(ServedRequest):
                 self.become(found)
             await self._pass(more=False)
         finally:
-            self.sent.set()
             if self.running is not None:
+                self.sent.set()
                 await self.running
 
     def caller(self) -> object:
@@ -178,6 +178,7 @@ class _Exchange(ServedRequest):
 
     def respond(self) -> Stored:
         """Run the application on the event loop, in the context of this thread, until its response is complete."""
+        self.complete, self.sent = Future(), asyncio.Event()
         self.loop.call_soon_threadsafe(self._start)
         self.complete.result()
         return self.kept_response()

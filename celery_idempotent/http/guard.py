@@ -14,6 +14,7 @@ Adapters read a request and write a response: views of Django, and the middlewar
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, Final, NoReturn
 
 from celery.utils.imports import symbol_by_name
 
-from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
+from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import (
     OVER_LIMIT,
@@ -36,6 +37,7 @@ from celery_idempotent.http.answers import (
 from celery_idempotent.http.requests import Request, read_header
 from celery_idempotent.http.status import failure_of
 from celery_idempotent.keys.fingerprints import NoFormError, form
+from celery_idempotent.keys.rules import canonical
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.options import (
     Policy,
@@ -50,6 +52,8 @@ from celery_idempotent.protocol.run import Run, execute
 from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
+
+logger = logging.getLogger(__name__)
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -235,10 +239,22 @@ class Exchange(Run):
         return self.raw_key is not None
 
     def find_key(self) -> None:
-        """Have the function that is given for it find the key."""
-        if callable(find := self.options.key):
-            required = self.options.required
-            self.raw_key = requests.find_key(find, self.given, required=required, name=self.name)
+        """Have a function of the project find the key.
+
+        The sender may have written anything: where the function does not find its way, there is no key.
+        """
+        assert callable(self.options.key), "else it is a header"
+        why = "There is no key in the place where this service expects it."
+        try:
+            self.raw_key = self.options.key(*self.given)
+            if self.raw_key is not None:
+                canonical(self.raw_key, task=self.name)
+        except (LookupError, TypeError, ValueError, AttributeError, InvalidKey) as error:
+            line = "idempotency: key=… of %s finds no key in a request: %s"
+            logger.warning(line, self.name, type(error).__name__)
+            raise RequestRefused("idempotency_key_invalid", why) from None
+        if self.raw_key is None and self.options.required:
+            raise RequestRefused("idempotency_key_missing", why)
 
     def answer(self) -> Any:
         """Return the response of the view, or an :class:`.Answer`. Without a key an atomic view has its transaction.

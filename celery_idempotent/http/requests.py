@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -93,27 +93,6 @@ def read_key(raw: object, *, required: bool = False, name: str = "Idempotency-Ke
             canonical(key, task="of a request")
         except InvalidKey as error:
             raise _invalid(f"It{str(error).partition('of a request')[2]}") from None
-    return key
-
-
-def find_key(
-    find: Callable[..., object], given: Sequence[object], *, required: bool, name: str
-) -> object:
-    """Return the key that a function of the project finds in a request, ``None`` without one.
-
-    The sender may have written anything: where the function does not find its way, there is no key.
-    """
-    why = "There is no key in the place where this service expects it."
-    try:
-        key = find(*given)
-        if key is not None:
-            canonical(key, task=name)
-    except (LookupError, TypeError, ValueError, AttributeError, InvalidKey) as error:
-        line = "idempotency: key=… of %s finds no key in a request: %s"
-        logger.warning(line, name, type(error).__name__)
-        raise _invalid(why) from None
-    if key is None and required:
-        raise RequestRefused("idempotency_key_missing", why)
     return key
 
 
