@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -29,12 +28,18 @@ _LABEL = "celery_idempotent"
 _LOOPBACK = ["127.0.0.1", "localhost"]
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'"
 _CONTRIB = ("admin", "auth", "contenttypes", "messages", "staticfiles")
-_PROCESSORS = ("template.context_processors.request", "contrib.auth.context_processors.auth",
-               "contrib.messages.context_processors.messages")  # fmt: skip
+_ENGINE = "django.template.backends.django"
+_OPTIONS = {
+    "context_processors": [
+        "django.template.context_processors.request",
+        "django.contrib.auth.context_processors.auth",
+        "django.contrib.messages.context_processors.messages",
+    ]
+}
 _SETTINGS: dict[str, Any] = {
     "CSRF_USE_SESSIONS": True,
+    "DEBUG_PROPAGATE_EXCEPTIONS": True,  # to the server, which writes them to standard error
     "INSTALLED_APPS": [*(f"django.contrib.{each}" for each in _CONTRIB), f"{_LABEL}.django"],
-    "LOGGING_CONFIG": None,
     "MESSAGE_STORAGE": "django.contrib.messages.storage.cookie.CookieStorage",
     "MIDDLEWARE": [
         "django.middleware.security.SecurityMiddleware",
@@ -50,13 +55,7 @@ _SETTINGS: dict[str, Any] = {
     "SESSION_ENGINE": "django.contrib.sessions.backends.signed_cookies",
     "SESSION_EXPIRE_AT_BROWSER_CLOSE": True,
     "STATIC_URL": "/static/",
-    "TEMPLATES": [
-        {
-            "BACKEND": "django.template.backends.django.DjangoTemplates",
-            "APP_DIRS": True,
-            "OPTIONS": {"context_processors": [f"django.{each}" for each in _PROCESSORS]},
-        }
-    ],
+    "TEMPLATES": [{"BACKEND": f"{_ENGINE}.DjangoTemplates", "APP_DIRS": True, "OPTIONS": _OPTIONS}],
     "USE_TZ": True,
 }
 
@@ -116,7 +115,6 @@ def server_of(
     hosts = _LOOPBACK if host in _LOOPBACK else ["*"]
     own = {"SECRET_KEY": key, "ALLOWED_HOSTS": hosts, "IDEMPOTENCY_WEB": (token, user)}
     settings.configure(**_SETTINGS, **own, **{APP_SETTING: app})
-    logging.getLogger("django.request").setLevel(logging.ERROR)
     application = StaticFilesHandler(get_wsgi_application())
     from django.contrib.admin import site
 
