@@ -286,6 +286,7 @@ class TestForwardedHeaders:
         deliver(app, retry)
         found = store.get(Identity(namespace="parent", scope="tenant", key="k"))
         assert found.state is State.FAILED
+        assert found.message is not None, "a person may run it again"
 
     def test_a_replacement_that_takes_them_along_runs(self, app, published, runs, family):
         """It has the task id of what it replaces, and is another operation."""
