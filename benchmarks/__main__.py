@@ -19,9 +19,9 @@ from benchmarks import (
     postgresql,
     publish,
     report,
+    saturation,
     server,
     sql,
-    verbs,
     worker,
 )
 from benchmarks.figures import Figure
@@ -31,7 +31,6 @@ _BENCHMARKS = {
     "worker": (worker.run, "Worker time of an empty task, from one start to the next"),
     "publish": (publish.run, "Time of apply_async"),
     "peers": (peers.run, "Other libraries, and ours"),
-    "verbs": (verbs.run, "Time of a verb, p50"),
     "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
     "http": (http.run, "User-space instructions that a door adds to a request"),
     "instructions": (instructions.run, "User-space instructions"),
@@ -44,9 +43,12 @@ _BENCHMARKS = {
 )
 @click.argument("names", nargs=-1, type=click.Choice(list(_BENCHMARKS)))
 @click.option("--quick", is_flag=True, help="A look, in three minutes or so.")
+@click.option("--saturated", is_flag=True, help="With server: verbs of many clients at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; tables go to stderr.")
 @click.option("--seed", type=int, help="For the same order of blocks again.")
-def main(names: tuple[str, ...], quick: bool, as_json: bool, seed: int | None) -> None:
+def main(
+    names: tuple[str, ...], quick: bool, saturated: bool, as_json: bool, seed: int | None
+) -> None:
     """Measure what IdempotentTask costs, against celery.Task in the same run, on a Redis of its own. Each figure is a
     median, beside it the quartiles.
 
@@ -71,6 +73,8 @@ def main(names: tuple[str, ...], quick: bool, as_json: bool, seed: int | None) -
             )
             for name in chosen:
                 run, title = _BENCHMARKS[name]
+                if saturated and name == "server":
+                    run, title = saturation.run, "Verbs in a second of the server's processor"
                 measured = list(run(session))
                 report.show(console, f"{name}: {title}", measured)
                 figures += measured

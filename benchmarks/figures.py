@@ -72,7 +72,6 @@ def compared(
     name: str,
     against: tuple[str, str] = ("plain", "celery.Task"),
     goal: float | None = None,
-    **extra: float,
 ) -> Figure:
     """Return the ratio of one series of times to another, that of ``against`` (its name, its label)."""
     baseline, label = against
@@ -87,6 +86,5 @@ def compared(
             "us": Spread.of(wall[name]).median,
             "baseline_us": Spread.of(wall[baseline]).median,
             "cpu_ratio": ratios(cpu[name], cpu[baseline]).median,
-            **extra,
         },
     )

@@ -115,7 +115,7 @@ def count(
     kind: str, names: Sequence[str], more: int, server: Server, directory: Path
 ) -> dict[str, float]:
     """Count what each verb or publication takes, as the difference of two processes; empties the server."""
-    environment = children_environment(PYTHONHASHSEED=0, BENCH_HIREDIS=1)
+    environment = children_environment(PYTHONHASHSEED=0)
 
     def done(*numbers: int, under: Sequence[str] = ()) -> str:
         command = [*under, sys.executable, "-m", "benchmarks.instructions_child", kind]

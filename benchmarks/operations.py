@@ -107,22 +107,18 @@ def redis_operations(url: str) -> Mapping[str, Callable[[], Call]]:
         settle(store, record)
         return record.identity
 
-    def end(verb: Callable[..., object]) -> Call:
+    def release() -> Call:
         record = held()
-        return functools.partial(verb, record.identity, token=record.token)
+        return functools.partial(store.release, record.identity, token=record.token)
 
     return {
         "bare EVALSHA": lambda: functools.partial(client.evalsha, one, 0),
         "claim": lambda: prepared_claim(store, next(free)),
         "settle": lambda: functools.partial(settle, store, held()),
         "settle with the task's result": lambda: prepared_settle_with_result(store, held()),
-        "release": lambda: end(store.release),
+        "release": release,
         "renew": lambda: prepared_renew(store, held()),
-        "interrupt": lambda: end(store.interrupt),
-        "get": lambda: functools.partial(store.get, completed()),
         "claim of a completed key (replay)": lambda: prepared_claim(store, completed()),
-        "claim of a held key (conflict)": lambda: prepared_claim(store, held().identity),
-        "forget": lambda: functools.partial(store.forget, completed()),
     }
 
 

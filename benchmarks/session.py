@@ -81,10 +81,10 @@ class Session:
         with tempfile.TemporaryDirectory(prefix="celery-idempotent-bench-") as name:
             yield Path(name)
 
-    def child(self, module: str, *arguments: object, hiredis: bool = True) -> Iterator[Any]:
+    def child(self, module: str, *arguments: object) -> Iterator[Any]:
         """Run a module of this package in a process of its own; yield what it prints, a JSON document a line."""
         command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-        environment = {**children_environment(), "BENCH_HIREDIS": "1" if hiredis else ""}
+        environment = children_environment()
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, cwd=ROOT, env=environment
         ) as process:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import struct
 import time
 from collections.abc import Sequence
@@ -61,12 +60,6 @@ def wall_per_task(block: Sequence[Stamp]) -> float:
     """Return the time from one start to the next, in microseconds: all that a worker does for a message."""
     walls = [stamp.wall for stamp in block]
     return (max(walls) - min(walls)) / (len(walls) - 1) / 1000
-
-
-def typical_wall(block: Sequence[Stamp]) -> float:
-    """Return the median of the times from one start to the next, in microseconds: of a single process."""
-    walls = sorted(stamp.wall for stamp in block)
-    return statistics.median(after - before for before, after in pairwise(walls)) / 1000
 
 
 def cpu_per_task(block: Sequence[Stamp]) -> float:

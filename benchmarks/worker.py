@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.figures import Figure, compared, ratios
+from benchmarks.figures import Figure, compared
 from benchmarks.publish import BASELINES
 from benchmarks.session import BenchmarkError, Session
-from benchmarks.stamps import Stamp, cpu_per_task, typical_wall, wall_per_task
+from benchmarks.stamps import Stamp, cpu_per_task, wall_per_task
 from benchmarks.workers import Plan, drain
 
 #: What is measured: by the name of its task a label, its baseline, and what we want.
@@ -26,24 +26,15 @@ def run(session: Session) -> Iterator[Figure]:
     # First comes the one that has to run once before the measured rounds replay it.
     everything = list(CANDIDATES)
     main, few = everything[:5], session.choose(quick=5, full=24)
-    # In a pool of one process a task starts when the last one is over.
-    yield from _measure(
-        session, "solo", everything, 50, session.choose(quick=16, full=60), in_turn=True
-    )
+    yield from _measure(session, "solo", everything, 50, session.choose(quick=16, full=60))
     if not session.quick:
-        yield from _measure(session, "prefork -c 1", main, 50, 60, in_turn=True)
+        yield from _measure(session, "prefork -c 1", main, 50, 60)
     yield from _measure(session, "prefork -c 2", main, 200, few)
     yield from _measure(session, "gevent -c 20", main, 200, few)
 
 
 def _measure(
-    session: Session,
-    pool: str,
-    candidates: Sequence[str],
-    block: int,
-    rounds: int,
-    *,
-    in_turn: bool = False,
+    session: Session, pool: str, candidates: Sequence[str], block: int, rounds: int
 ) -> Iterator[Figure]:
     tasks = [*candidates, *sorted({CANDIDATES[each][1] for each in candidates})]
     plan = Plan.interleaved(tasks, rounds=rounds, size=block, order=session.random)
@@ -53,17 +44,14 @@ def _measure(
             drain(plan, server, directory, *f"-P {pool}".split(), step=session.step)
         )
     _check(blocks)
-    wall, cpu, typical = (
+    wall, cpu = (
         {task: [clock(block) for block in found] for task, found in blocks.items()}
-        for clock in (wall_per_task, cpu_per_task, typical_wall)
+        for clock in (wall_per_task, cpu_per_task)
     )
     for name in candidates:
         label, baseline, goal = CANDIDATES[name]
-        extra = {}
-        if in_turn:
-            extra["typical_ratio"] = ratios(typical[name], typical[baseline]).median
         against = (baseline, BASELINES[baseline])
-        yield compared("worker", f"{label} ({pool})", wall, cpu, name, against, goal, **extra)
+        yield compared("worker", f"{label} ({pool})", wall, cpu, name, against, goal)
 
 
 def _check(blocks: Mapping[str, Sequence[Sequence[Stamp]]]) -> None:
