@@ -216,12 +216,10 @@ def exchange(
         link.before_first()
     try:
         answers = link.exchange(commands, node)
-        unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
-        if unknown:
-            missing = [commands[n][1:] for n in unknown]
-            repeated = [(b"EVAL", Script.sources[digest], *rest) for digest, *rest in missing]
-            for n, answer in zip(unknown, link.exchange(repeated), strict=True):
-                answers[n] = answer
+        for n, answer in enumerate(answers):
+            if isinstance(answer, exceptions.NoScriptError):
+                _, digest, *rest = commands[n]
+                (answers[n],) = link.exchange([(b"EVAL", Script.sources[digest], *rest)])
     except _ERRORS as error:
         raise trouble(error, link.where) from error
     for answer in answers:

@@ -138,9 +138,8 @@ class RedisStore(base.Store):
         about = record.task_id, record.fingerprint, request.value, request.message
         tail = layout.pack_tail(line, numbers, *about)
         start = layout.START.pack(layout.STARTS[request.state], record.token, record.created_ms)
-        # A sweep may have counted a crash, and the lease been renewed since: then the table settles.
-        own = b"P" + start[1:] + tail[:2]
-        args: tuple[bytes, ...] = own, start + tail, b"%d" % max(request.keep_ms, 1)
+        # It begins as the one that runs, unless a sweep counted a crash before a renewal: then the table settles.
+        args: tuple[bytes, ...] = start + tail, b"%d" % max(request.keep_ms, 1)
         if result is not None:
             keys = *keys, result.key
             args = *args, result.payload, b"%d" % result.expires_s
