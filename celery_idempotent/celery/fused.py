@@ -81,7 +81,7 @@ def _payload(request: Any, value: Stored) -> bytes:
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # a quarter of the time of isoformat(), which takes 6 µs
 def _second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
