@@ -42,18 +42,6 @@ def policy(app: Celery | None = None, **options: Any) -> Policy:
 
 
 class TestDefaults:
-    def test_are_those_of_the_documentation(self):
-        assert policy() == Policy(
-            lease_ms=60_000,
-            retention_ms=DAY,
-            on_conflict="retry",
-            permanent_errors=(),
-            max_crashes=3,
-            store_result=True,
-            max_result_bytes=1_048_576,
-            serializer=None,
-        )
-
     def test_without_retention_a_mark_is_kept_for_one_lease(self):
         found = policy(idempotency_retention=0, idempotency_lease=7)
         assert (found.settled_keep_ms, found.keep_ms) == (7000, 7000)

@@ -266,18 +266,14 @@ class TestWhoseClaim:
         self.lose(make(dead))
         assert store.get(identity()).state is State.COMPLETED
 
-    @pytest.mark.parametrize("pid", [None, os.getpid()], ids=["never started", "without processes"])
+    @pytest.mark.parametrize(
+        "pid", [None, os.getpid(), id(object())], ids=["never started", "threads", "greenlets"]
+    )
     def test_a_request_without_a_child_asks_for_nothing(self, make, store, monkeypatch, pid):
         monkeypatch.setattr(store, "get", pytest.fail)
         make(pid).on_failure(einfo(WorkerLostError()))
+        make(pid).on_timeout(soft=False, timeout=5)
         assert not undertakers()
-
-    def test_a_pool_of_greenlets_has_no_lost_child(self, make, store, task, caplog):
-        greenlet = object()
-        hold(store, task, os.getpid())
-        make(id(greenlet)).on_timeout(soft=False, timeout=5)
-        assert not undertakers()
-        assert "could not look after" not in caplog.text
 
     def test_a_store_that_minds_forks_is_left_to_the_lease(self, make, store, task, dead):
         """The pool forks the next child while a thread would be inside SQLite."""

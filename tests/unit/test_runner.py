@@ -205,13 +205,6 @@ class TestRunning:
         assert seen == ["1", "order-17"]
         assert current_claim() is None
 
-    def test_without_retention_the_mark_answers_its_own_message_alone(self, execute):
-        """Only runs at the same time exclude each other; a redelivery after the end is no run."""
-        assert execute(lambda: 1, retention_ms=0) == Ran(1)
-        assert isinstance(execute(lambda: 2, retention_ms=0), Replay)
-        other = a_call(task_id="another", fingerprint=b"f" * 16)
-        assert execute(lambda: 3, retention_ms=0, call=other) == Ran(3)
-
     def test_without_retention_the_end_of_a_call_that_was_sent_twice_is_kept_for_a_day(
         self, execute, memory, clock
     ):

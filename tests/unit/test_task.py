@@ -340,17 +340,6 @@ class TestDelivery:
         task("k")  # called as a function: a claim that holds nothing
         assert seen == [("k", 0, True)]
 
-    def test_a_record_can_be_asked_for_and_forgotten(self, app, published, charge, runs):
-        message = send(published, charge, "o-1")
-        assert charge.idempotency_record("o-1") is None
-        deliver(app, message)
-        assert charge.idempotency_record("o-1").state is State.COMPLETED
-        assert charge.idempotency_record("o-1", scope="s") is None
-        assert charge.idempotency_forget("o-1") is True
-        assert charge.idempotency_forget("o-1") is False
-        deliver(app, message)
-        assert runs == ["o-1", "o-1"]
-
     def test_a_result_that_was_not_kept_comes_from_the_result_backend(
         self, app, published, runs, store
     ):
