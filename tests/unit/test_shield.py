@@ -132,23 +132,17 @@ def make(received: list[int]) -> shield.Shield:
     return made
 
 
-def test_a_soft_limit_of_a_run_that_is_over_is_dropped_and_a_termination_is_not():
+@pytest.mark.parametrize(
+    ("over", "raised"), [("id", [signal.SIGTERM]), (None, [signal.SIGUSR1, signal.SIGTERM])]
+)
+def test_a_soft_limit_is_dropped_once_its_run_is_over_not_once_an_inner_one_is(over, raised):
     received: list[int] = []
     made = make(received)
     made.closed = True
     made._handle(signal.SIGUSR1, None)
     made._handle(signal.SIGTERM, None)
-    made.leave(was_closed=False, over="id")
-    assert received == [signal.SIGTERM]
-
-
-def test_a_run_in_the_body_of_another_leaves_it_the_soft_limit():
-    received: list[int] = []
-    made = make(received)
-    made.closed = True
-    made._handle(signal.SIGUSR1, None)
-    made.leave(was_closed=False)
-    assert received == [signal.SIGUSR1]
+    made.leave(was_closed=False, over=over)
+    assert received == raised
 
 
 def test_a_signal_ends_a_wait_for_the_store_and_a_pause_once():
