@@ -306,7 +306,7 @@ class Played:
         stand, each, sent = self.stand, self.history, self.sent
         assert sent is not None
         yield lambda: stand.ended(sent.sender)
-        assert sent.sender.state in (end.state or sent.sender.state), self.story()
+        assert not end.state or sent.sender.state == end.state, self.story()
         follows = each.shape != "alone" and not arrived
         if follows and 0 not in end.follower:
             yield lambda: stand.effects(sent.follower)
