@@ -125,37 +125,41 @@ class _Look(Snapshot):
         self._store.stored = None
 
 
-def perform(store: Any, call: Call, attempt: bytes, token: int | None, claim: Any = None) -> Any:
-    """Ask a store; ``token`` and ``claim`` have its own tokens."""
+def perform(
+    store: Any, call: Call, attempt: bytes, token: int | None, claim: Any = None, tick: int = TICK
+) -> Any:
+    """Ask a store; ``token`` and ``claim`` have its own tokens, and a ``tick`` takes so long there."""
     scope, task, how = call.scope, call.task, call.how
     note = NOTE if how.endswith("by operator") else ""
     message = b"message of " + task.encode() if scope.message else None
     asked: Any = {"identity": KEY, "fingerprint": FINGERPRINTS.get(task), "task_id": task}
-    asked |= {"keep_ms": KEEP, "message": message, "each_runs": scope.each_runs}
+    keep_ms = KEEP * tick // TICK
+    asked |= {"keep_ms": keep_ms, "message": message, "each_runs": scope.each_runs}
     match call.verb:
         case "claim":
-            asked |= {"attempt": attempt, "lease_ms": TICK, "on_stale": scope.on_stale}
+            asked |= {"attempt": attempt, "lease_ms": tick, "on_stale": scope.on_stale}
             return store.claim(records.ClaimRequest(worker="w:1", **asked))
         case "reserve":
-            asked |= {"deadline_ms": TICK, "copies": (task,) if how == "staged" else ()}
+            asked |= {"deadline_ms": tick, "copies": (task,) if how == "staged" else ()}
             return store.reserve(records.ReserveRequest(**asked))
         case "renew":
-            each: Any = {"identity": KEY, "token": token, "lease_ms": TICK, "keep_ms": KEEP}
+            each: Any = {"identity": KEY, "token": token, "lease_ms": tick, "keep_ms": keep_ms}
             return store.renew([records.Renewal(**each)]) == [True]
         case "settle":
             end: Any = State.FAILED if how[0] in "FS" else State.COMPLETED
             more: Any = {"restore": how in OWN, "swept": how == "S", "note": note}
-            request = records.SettleRequest(claim, end, value_of(how), scope.retention, **more)
-            return store.settle(request)
+            more["message"] = message if end is State.FAILED else None  # to be run again
+            retention = scope.retention * tick // TICK
+            return store.settle(records.SettleRequest(claim, end, value_of(how), retention, **more))
         case "release":
-            requeue_ms = TICK if how == "retry" else None
+            requeue_ms = tick if how == "retry" else None
             return store.release(KEY, token=token, requeue_ms=requeue_ms, note=note)
         case "take_back":
-            return store.take_back(KEY, attempt=attempt, requeue_ms=TICK)
+            return store.take_back(KEY, attempt=attempt, requeue_ms=tick)
         case "checkpoint":
             return store.checkpoint(KEY, token=token, name="pay", value=value_of(call.how))
         case "requeue":
-            return store.requeue(KEY, deadline_ms=TICK, token=token, note=NOTE)
+            return store.requeue(KEY, deadline_ms=tick, token=token, note=NOTE)
         case "forget":
             return store.forget(KEY, token=token, state=State(call.how))
         case "replace":
@@ -163,7 +167,7 @@ def perform(store: Any, call: Call, attempt: bytes, token: int | None, claim: An
         case "start":
             return store.start(KEY, task_id=task, token=token)
         case "sweep":
-            return store.sweep(limit=10, requeue_ms=TICK)
+            return store.sweep(limit=10, requeue_ms=tick)
         case verb:
             return getattr(store, verb)(KEY, token=token)
 
@@ -395,6 +399,9 @@ def note(
                 own if call.token is not None else not (g.runs and alive), "who runs is left alone"
             )
             _need(token > top, "an operation gives a new token")
+            if g.done > 0:
+                _need(g.state == "FAILED", "what is completed is not run again")
+                g = g._replace(done=0, value="", crashes=0)
             return _waiting(g._replace(crashes=g.crashes + g.runs), record)
         case "sweep" if word == "none":
             _need(not g.runs or alive, "a lease that is over is swept")

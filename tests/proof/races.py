@@ -24,17 +24,8 @@ from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, SweepReport
 from tests.proof import Options, Row
 from tests.proof.model import KEY, Call, Graph, perform
-from tests.proof.traces import (
-    SMALL,
-    Disagreement,
-    Replay,
-    Stand,
-    graph_for,
-    on_each,
-    opened,
-    rows_of,
-    shape,
-)  # fmt: skip
+from tests.proof.replay import SMALL, Disagreement, Replay, Stand, graph_for, shape
+from tests.proof.traces import on_each, opened, rows_of
 from tests.stores.shifted import LinkProxy
 
 MODES = ("before", "lost", "resent")

@@ -6,7 +6,8 @@ import pytest
 
 from tests.proof.model import SCOPES, Scope, explored
 from tests.proof.races import race
-from tests.proof.traces import SMALL, STORES, graph_for, opened, shape, walk
+from tests.proof.replay import SMALL, graph_for, shape
+from tests.proof.traces import STORES, opened, walk
 
 pytestmark = pytest.mark.redis
 
