@@ -148,6 +148,7 @@ class Arena:
         """Make a call until it is accepted, as a client does; a canvas, which has no key, once."""
         first = time.time()
         while not self._over.is_set():
+            self._begin_request()
             try:
                 units, result = call(self.app, wish, self._library)
             except Exception as error:  # noqa: BLE001, PERF203  of a store, a broker, a library
@@ -164,8 +165,16 @@ class Arena:
         from celery_idempotent.celery.sweep import sweep
 
         while not self._over.wait(2):
+            self._begin_request()
             with contextlib.suppress(Exception):
                 sweep(self.app)
+
+    def _begin_request(self) -> None:
+        """Have Django drop a connection that is lost, as it does before a request and a task."""
+        if self.servers.databases:
+            from django.db import close_old_connections
+
+            close_old_connections()
 
     # -- what faults ask for -------------------------------------------------------------------------------------------
 
