@@ -195,11 +195,8 @@ _SWEPT = {
 }
 
 
-def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = True) -> Story:
-    """Describe a record that :meth:`Store.get` returned: a sentence for each fact.
-
-    ``errors``: name the class of a FAILED record's exception.
-    """
+def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
+    """Describe a record that :meth:`Store.get` returned: a sentence for each fact."""
     identity, state, now_ms = record.identity, record.state, store.now_ms()
     definition = definition_of(app, identity.namespace, load=True)
     known = definition is not None  # else it may be of a view
@@ -238,7 +235,7 @@ def tell_story(app: AnyCelery, store: Store, record: Record, *, errors: bool = T
     broker, redelivered = redelivery_timeout(app), "once the connection of its worker is gone"
     if broker is not None:
         redelivered = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
-    error = f" with {record.error.partition(':')[0]}" if errors and record.error else ""
+    error = f" with {record.error.partition(':')[0]}" if record.error else ""
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
         f"PROCESSING, but {holder} is done: its end is not recorded yet.": live and ended,

@@ -427,14 +427,6 @@ def test_the_page_of_a_record_leads_to_others_and_marks_what_may_repeat_an_effec
 LINKS = {"task": {"order-1", "order-2"}, "scope": {"order-1", "order-2"}, "key": {"order-1"}}
 
 
-def test_the_story_does_not_name_the_error_to_those_who_may_not_see_it(memory, serve, log_in):
-    serve(memory)
-    fail(memory, "order-1")
-    page = text(log_in("view_idempotencyrecord").get(address("order-1")))
-    assert "is FAILED permanently" in page
-    assert "Declined" not in page
-
-
 def test_the_page_of_a_record_names_the_other_scopes_that_have_its_key(
     store: Store, serve: Serve, operator: Client
 ) -> None:

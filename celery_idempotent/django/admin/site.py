@@ -284,7 +284,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         context = {
             "title": "Idempotency record",
             "subtitle": str(identity),
-            "story": story.tell_story(app, store, record, errors=may_see),
+            "story": story.tell_story(app, store, record),
             "row": self._row(app, record, others.now_ms),
             "record": record,
             "identity": identity,
