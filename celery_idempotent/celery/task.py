@@ -277,7 +277,7 @@ class IdempotentTask(DefinedTask):
         return self._operate(OperationRequest("release", **how), key, scope)
 
     def idempotency_requeue(self, key: object, *, scope: object = None, **how: Unpack[How]) -> bool:
-        """Publish the message of an unfinished run again, which ``idempotency_on_stale="requeue"`` stores."""
+        """Run a failed or unfinished call again, if its record keeps the message."""
         return self._operate(OperationRequest("requeue", **how), key, scope)
 
     def idempotency_complete(
