@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from benchmarks.figures import Figure, Spread
-from benchmarks.instructions import available, count
+from benchmarks.instructions import count
 from benchmarks.session import BenchmarkError, Session
 
 _DOORS, _KINDS = ("@idempotent_view", "WSGI", "ASGI"), ("bare", "first request", "repetition")
@@ -16,10 +16,8 @@ _GOALS = {"first request": 260, "repetition": 180}
 
 def run(session: Session) -> Iterator[Figure]:
     """Count each in two runs that differ in nothing but how often it is done."""
-    if find_spec("django") is None or not available():
-        raise BenchmarkError(
-            "http needs Django and valgrind: pip install celery-idempotent[django]"
-        )
+    if find_spec("django") is None:
+        raise BenchmarkError("http needs Django: pip install celery-idempotent[django]")
     names = [f"{door}: {kind}" for door in _DOORS for kind in _KINDS]
     session.steps(len(names), "http")
     with session.server() as server, session.directory() as directory:

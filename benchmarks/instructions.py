@@ -52,8 +52,6 @@ def available() -> bool:
 
 def run(session: Session) -> Iterator[Figure]:
     """Count each in two runs that differ in nothing but how often it is done."""
-    if not available():
-        raise BenchmarkError("valgrind is not installed")
     more = session.choose(quick=50, full=200)
     parts = (("verb", _VERBS), ("publish", _PUBLISHED), ("worker", _TASKS))
     session.steps(sum(len(_names(rows)) for _, rows in parts) + 1, "instructions")
@@ -135,6 +133,8 @@ def count(
 
 
 def cachegrind(log: Path) -> Sequence[str]:
+    if not available():
+        raise BenchmarkError("valgrind is not installed")
     options = ("--cache-sim=no", "--cachegrind-out-file=/dev/null", f"--log-file={log}")
     return ("valgrind", "--tool=cachegrind", *options)
 

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from benchmarks.figures import Figure, compared
-from benchmarks.libraries import PEERS, installed
+from benchmarks.libraries import installed
 from benchmarks.publish import time_blocks
 from benchmarks.session import Server, Session
 from benchmarks.stamps import cpu_per_task, wall_per_task
@@ -23,9 +23,6 @@ def run(session: Session) -> Iterator[Figure]:
     """Publish blocks of all in shuffled order, then drain one queue of all with one worker."""
     names = {_OURS: "IdempotentTask, key of an argument"}
     names |= {name: peer.label for name, peer in installed().items()}
-    for name, peer in PEERS.items():
-        if name not in names:
-            session.say(f"{peer.package} is not installed: left out (pip install --group bench)")
     # One server for both: celery-once has one client a process, for whichever app came first.
     with session.server() as server:
         yield from _published(session, server, names)

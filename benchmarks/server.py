@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.figures import Figure, Spread
-from benchmarks.instructions import available, cachegrind, counted
+from benchmarks.instructions import cachegrind, counted
 from benchmarks.libraries import installed
 from benchmarks.publish import BASELINES
-from benchmarks.session import BenchmarkError, Server, Session
+from benchmarks.session import Server, Session
 from benchmarks.workers import Plan, drain
 
 #: By the name of its task: what it is, what it is compared with, and what it may take.
@@ -23,8 +23,6 @@ _TASKS: dict[str, tuple[str, str, float | None]] = {
 
 def run(session: Session) -> Iterator[Figure]:
     """Serve n tasks and then 2n by each server that is here, under cachegrind: the difference is that of n tasks."""
-    if not available():
-        raise BenchmarkError("valgrind is not installed")
     tasks = _TASKS | {name: (peer.label, "plain", None) for name, peer in installed().items()}
     names, more = ["plain", "plain_ignore", *tasks], session.choose(quick=100, full=400)
     # One port for all, as celery-once has one client a process; what goes by the clock would count.

@@ -53,10 +53,6 @@ class Session:
         """Return how many: few for a look, many for a figure."""
         return quick if self.quick else full
 
-    def say(self, text: str) -> None:
-        """Print a line beside the tables."""
-        self.progress.console.print(text)
-
     def steps(self, count: float, doing: str) -> None:
         """Start a stretch of the progress bar."""
         self.progress.reset(self.bar, total=count, description=doing)

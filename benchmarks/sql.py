@@ -23,8 +23,7 @@ def run(session: Session) -> Iterator[Figure]:
     session.steps(rounds, "sql")
     middle: dict[str, list[float]] = {}
     late: dict[str, list[float]] = {}
-    seed = session.random.randrange(10_000)
-    for times in session.child("sql_child", rounds, calls, seed):
+    for times in session.child("sql_child", rounds, calls, session.random.randrange(10_000)):
         for verb, nanoseconds in times.items():
             middle.setdefault(verb, []).append(percentile(nanoseconds, 50) / 1000)
             late.setdefault(verb, []).append(percentile(nanoseconds, 99) / 1000)
