@@ -23,8 +23,7 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
 from tests.support.waiting import wait_for
-from tests.support.workers import child_environment
-from tests.unit.test_shield import in_child
+from tests.support.workers import child_environment, in_child
 
 
 class Store(MemoryStore):
@@ -274,7 +273,7 @@ class TestHeartbeat:
             env=child_environment(),
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
             check=True,
         )
         assert ended.stdout.split() == ["1", "2"]

@@ -24,6 +24,7 @@ from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.runs import IDENTITY, Ran
 from tests.support.tiers import examples
+from tests.support.workers import in_child
 from tests.unit.test_runner import FlakyStore, a_call, make_runner
 
 #: A run is struck at each so many instructions, from a place that is another each time.
@@ -40,22 +41,6 @@ def forgetful() -> FlakyStore:
     for verb in ("claim", "settle", "release"):
         store.fail(verb, StoreUnavailable, when="after")
     return store
-
-
-def in_child(function: Callable[[], str]) -> str:
-    """Return what a function says in a fork of this process, whose signal handlers and threads are its own."""
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        try:
-            words = function()
-        except BaseException as error:  # noqa: BLE001  the parent shall see it
-            words = repr(error)
-        os.write(writing, words.encode())
-        os._exit(0)
-    os.close(writing)
-    os.waitpid(pid, 0)
-    with os.fdopen(reading) as answer:
-        return answer.read()
 
 
 def strike_one(number: int, signum: int, store: Any) -> str:
