@@ -151,7 +151,7 @@ class Arena:
             self._begin_request()
             try:
                 units, result = call(self.app, wish, self._library)
-            except Exception as error:  # noqa: BLE001, PERF203  of a store, a broker, a library
+            except Exception as error:  # noqa: BLE001  of a store, a broker, a library
                 if wish.kind in CANVASES:
                     note("unsure", key=wish.key, error=type(error).__name__)
                     return
