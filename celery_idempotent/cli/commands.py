@@ -88,8 +88,6 @@ _MANY = [
 
 #: The columns of a list; --columns has any field of --json as well.
 _COLUMNS = ("key", "task", "scope", "state", "changed", "error", "crashes", "worker")
-#: The seconds between two drawings of a list.
-_WATCH_SECONDS = 2.0
 
 
 def _command(
@@ -228,9 +226,8 @@ def _selection(
 
 def _selected(app: Celery, limit: int, **given: Any) -> Iterator[Record]:
     """Yield up to ``limit`` of the selected records, without the fields that lists leave out."""
-    pages = finding.pages(
-        get_store(app), _selection(app, **given), limit=min(limit, finding.LOOK_AT)
-    )
+    size = min(limit, finding.LOOK_AT)
+    pages = finding.pages(get_store(app), _selection(app, **given), limit=size)
     for at, each in enumerate(chain.from_iterable(page.records for page in pages), 1):
         yield each
         if at == limit:
@@ -274,7 +271,7 @@ def _list(app: Celery, limit: int, columns: str, watch: bool, **given: Any) -> N
                 _note("No such records. COMPLETED ones are listed with --state COMPLETED.")
             if not watch:
                 return
-            time.sleep(_WATCH_SECONDS)
+            time.sleep(2.0)
 
 
 @_command(
