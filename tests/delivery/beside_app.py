@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery
 
-from tests.delivery import beside_tasks, beside_tasks_classes, beside_tasks_options
+from tests.delivery import beside_tasks
 from tests.delivery.recorder import Recorder, watch
 
 #: The settings of a worker as JSON: those of :func:`make_app` and the path of its record.
@@ -22,8 +22,7 @@ def make_app(task_cls: str, conf: dict[str, Any]) -> Celery:
     """Return an app with every task of the scenarios, all of the given class."""
     app = Celery("documented", task_cls=task_cls, set_as_current=False)
     app.conf.update(conf)
-    for module in (beside_tasks, beside_tasks_classes, beside_tasks_options):
-        module.register(app)
+    beside_tasks.register(app)
     return app
 
 

@@ -1,14 +1,22 @@
-"""The tasks that scenarios call and put into canvases."""
+"""The tasks of the scenarios: what they call and put into canvases, classes of their own, and ends and retries."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, chain, group, signature
+from celery.exceptions import Ignore, Reject
 from celery.utils.log import get_task_logger
+from celery.worker.request import Request
+from pydantic import BaseModel
 
 from tests.delivery.recorder import note
 
@@ -16,7 +24,9 @@ logger = get_task_logger(__name__)
 
 
 def register(app: Celery) -> None:
-    """Define them on an app."""
+    """Define them on an app, whose own class they inherit from."""
+    _register_classes(app)
+    _register_options(app)
     task = partial(app.task, shared=False)
     for function in (add, mul, tsum, echo, fail, fail_if, nothing, quiet, old):
         task(name=f"tests.{function.__name__}")(function)
@@ -142,3 +152,257 @@ def extends(self: Any, x: int, more: bool = True) -> int:
 def from_request(self: Any, x: Any) -> Any:
     sig = self.signature_from_request(self.request, args=(x,), retries=2)
     return {k: v for k, v in sig.options.items() if isinstance(v, (int, str)) and k != "task_id"}
+
+
+class LoudRequest(Request):
+    """A request class of one's own, as documents show it."""
+
+    def on_timeout(self, soft: bool, timeout: float) -> Any:
+        super().on_timeout(soft, timeout)
+        note("on_timeout", soft, timeout, request=self)
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        note("on_failure", repr(exc_info.exception), request=self)
+        return super().on_failure(
+            exc_info, send_failed_event=send_failed_event, return_ok=return_ok
+        )
+
+
+_SOON: dict[str, Any] = {"default_retry_delay": 0.3}
+
+
+def _register_classes(app: Celery) -> None:
+    """Define them on an app, whose own class they inherit from."""
+    task = partial(app.task, shared=False)
+    base: Any = app.Task
+
+    class Handled(base):
+        """Every handler there is."""
+
+        abstract = True
+
+        def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+            note("before_start", task_id, args, kwargs)
+
+        def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+            note("on_success", retval, task_id, args, kwargs, self.AsyncResult(task_id).state)
+
+        def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+            state = self.AsyncResult(task_id).state
+            note("on_failure", repr(exc), task_id, args, kwargs, bool(einfo), state)
+
+        def on_retry(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+            note("on_retry", repr(exc), task_id, args, kwargs, bool(einfo))
+
+        def after_return(
+            self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any
+        ) -> None:
+            note("after_return", status, repr(retval), task_id, args, kwargs, bool(einfo))
+
+    class Calling(base):
+        """Its own ``__call__``."""
+
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            note("called", args)
+            return super().__call__(*args, **kwargs)
+
+    class Broken(base):
+        """A handler that fails."""
+
+        abstract = True
+
+        def on_success(self, *args: Any) -> None:
+            raise RuntimeError("a handler that fails")
+
+    task(name="tests.handled", base=Handled, bind=True, acks_late=True, **_SOON)(handled)
+    task(name="tests.calling", base=Calling)(plain)
+    task(name="tests.broken", base=Broken)(plain)
+    task(
+        name="tests.requested",
+        bind=True,
+        Request="tests.delivery.beside_tasks:LoudRequest",
+        time_limit=1,
+        acks_late=False,
+    )(requested)
+
+
+def handled(self: Any, how: str) -> str:
+    note("run", how)
+    if how == "fails":
+        raise ValueError(how)
+    if how == "retries" and not self.request.retries:
+        raise self.retry(exc=ValueError(how))
+    if how == "ignores":
+        raise Ignore(how)
+    if how == "rejects":
+        raise Reject(how, requeue=False)
+    return how
+
+
+def plain(x: Any) -> Any:
+    return x
+
+
+def requested(self: Any, how: str) -> str:
+    if how == "fails":
+        raise ValueError(how)
+    if how == "sleeps":
+        time.sleep(30)
+    return how
+
+
+class Order(BaseModel):
+    number: int
+    note: str = ""
+
+
+class Receipt(BaseModel):
+    text: str
+
+
+def _register_options(app: Celery) -> None:
+    """Define them on an app."""
+    task = partial(app.task, shared=False)
+    for name, options in _RETRYING.items():
+        task(name=f"tests.{name}", bind=True, **options)(retries)
+    for name, options in _AUTORETRYING.items():
+        task(name=f"tests.{name}", bind=True, **options)(raises)
+    for name, options in _WORKING.items():
+        task(name=f"tests.{name}", bind=True, **options)(works)
+    task(name="tests.ends", bind=True)(ends)
+    task(name="tests.ends_late", bind=True, acks_late=True)(ends)
+    task(name="tests.ends_early", bind=True, acks_late=False)(ends)
+    # Celery's class takes these options for attributes that mean nothing to it.
+    keyed: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "ignore"}
+    task(name="tests.keyed", **keyed)(waits_once)
+    task(name="tests.takes", pydantic=True)(takes)
+    task(name="tests.maybe_takes", pydantic=True)(maybe_takes)
+
+
+_RETRYING: dict[str, dict[str, Any]] = {
+    "retries": {"default_retry_delay": 0.3},
+    "retries_quietly": {"ignore_result": True, "default_retry_delay": 0.3},
+}
+
+_AUTORETRYING: dict[str, dict[str, Any]] = {
+    "autoretries": {
+        "autoretry_for": (KeyError,),
+        "retry_kwargs": {"max_retries": 2, "countdown": 0.3},
+    },
+    "backs_off": {
+        "autoretry_for": (KeyError,),
+        "retry_backoff": 1,
+        "retry_backoff_max": 1,
+        "retry_jitter": False,
+        "max_retries": 2,
+    },
+    "jitters": {
+        "autoretry_for": (KeyError,),
+        "retry_backoff": True,
+        "retry_backoff_max": 1,
+        "max_retries": 1,
+    },
+}
+
+_WORKING: dict[str, dict[str, Any]] = {
+    "works": {},
+    "works_late": {"acks_late": True},
+    "works_early": {"acks_late": False, "reject_on_worker_lost": False},
+    "works_lost_late": {"acks_late": True, "reject_on_worker_lost": False},
+    "works_unacked": {"acks_late": True, "acks_on_failure_or_timeout": False},
+    "works_ignored": {"ignore_result": True},
+    "works_softly": {"soft_time_limit": 1},
+    "works_hard": {"time_limit": 1, "acks_late": False},
+    "works_hard_late": {"time_limit": 1},
+    "works_off": {"idempotency_mode": "off"},
+}
+
+
+def retries(self: Any, times: int, how: str = "", x: Any = None) -> Any:
+    """Retry so many times, one way or another."""
+    note("retries", self.request.retries, self.max_retries)
+    if self.request.retries >= times:
+        return [self.request.retries, x]
+    if how == "exc":
+        try:
+            raise KeyError(times)
+        except KeyError as error:
+            raise self.retry(exc=error) from None
+    if how == "args":
+        raise self.retry(args=(times, how, "changed"), kwargs={})
+    if how == "options":
+        raise self.retry(priority=5, time_limit=77, headers={"by": "retry"})
+    raise self.retry()
+
+
+def raises(self: Any, error: str, times: int = 99) -> int:
+    """Raise an error in the first so many runs."""
+    note("run", self.request.retries)
+    random.seed(0)  # of the jitter
+    if self.request.retries < times:
+        raise {"key": KeyError, "value": ValueError, "index": IndexError}[error](error)
+    return int(self.request.retries)
+
+
+def works(self: Any, how: str = "", *args: Any) -> Any:
+    """Do as told."""
+    note("how", how, self.request.retries)
+    match how:
+        case "sleeps":
+            time.sleep(30)
+        case "waits":
+            wait_at(args[0])
+        case "catches":
+            try:
+                time.sleep(30)
+            except SoftTimeLimitExceeded:
+                return "caught"
+        case "dies" if (self.request.delivery_info or {}).get("redelivered"):
+            return "came back"
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)
+        case "value error":
+            raise ValueError("unexpected")
+        case "shows":
+            info = self.request.delivery_info or {}
+            return [self.request.id is not None, info.get("priority"), self.serializer]
+    return how
+
+
+def ends(self: Any, how: str) -> Any:
+    """End with an exception that is not a failure."""
+    info = self.request.delivery_info or {}
+    note("redelivered", bool(info.get("redelivered")))
+    if how == "ignore":
+        raise Ignore("by hand")
+    if how == "ignore stored":
+        self.update_state(state="SUCCESS", meta="by hand")
+        raise Ignore
+    if how == "reject":
+        raise Reject("by hand", requeue=False)
+    if how == "requeue" and not info.get("redelivered"):
+        raise Reject("once more", requeue=True)
+    with contextlib.suppress(KeyError):
+        return {"requeue": "received two times"}[how]
+    return how
+
+
+def waits_once(key: str, gate: str) -> str:
+    note("keyed", key)
+    wait_at(gate)
+    return "done"
+
+
+def takes(order: Order) -> Receipt:
+    assert isinstance(order, Order)
+    note("order", order.number)
+    return Receipt(text=f"number {order.number}")
+
+
+def maybe_takes(order: Order | None = None) -> Receipt | None:
+    return None if order is None else Receipt(text=f"number {order.number}")

@@ -1,11 +1,16 @@
-"""Scenarios of the guide's chapter on canvas: signatures, chains, groups, chords."""
+"""Scenarios of the guide's chapter on canvas: signatures, chains, groups, chords, chunks, stamps; and all eager."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import pytest
 from celery import chain, chord, group
-from celery.exceptions import ChordError
+from celery.exceptions import ChordError, CPendingDeprecationWarning
 
+from tests.delivery.beside_app import OURS, PLAIN, make_app
 from tests.delivery.scenario import scenario
 from tests.delivery.sides import PATIENCE, Stage
 
@@ -125,3 +130,148 @@ def chord_errbacks(s: Stage) -> None:
     result = sig.apply_async()
     assert isinstance(s.error(result), ValueError)
     s.wait_seen(result.id, "errback")
+
+
+@scenario("map and starmap call a task for each item of one message")
+def maps(s: Stage) -> None:
+    assert s.get(s.tsum.map([[1, 2], [3, 4]]).apply_async()) == [3, 7]
+    assert s.get(s.add.starmap([(1, 2), (3, 4)]).apply_async()) == [3, 7]
+    assert (~s.tsum.map([list(range(10))])) == [45]
+    together = group([s.add.starmap([(1, 1)]), s.add.starmap([(1, 1)])], app=s.app)
+    assert s.get(together.apply_async()) == [[2], [2]]
+
+
+@scenario("chunks are messages of several items each, sent from here or by a task")
+def chunks(s: Stage) -> None:
+    parts = s.add.chunks(zip(range(4), range(4), strict=True), 2)
+    assert s.get(parts()) == [[0, 2], [4, 6]]
+    assert s.get(s.add.chunks([(1, 1), (2, 2), (3, 3)], 2).apply_async()) == [[2, 4], [6]]
+    grouped = s.add.chunks([(1, 1), (2, 2)], 1).group()
+    assert s.get(grouped.skew(start=0.1, stop=0.3, step=0.1)()) == [[2], [4]]
+
+
+@contextlib.contextmanager
+def _errbacks_on_headers(s: Stage, allowed: bool) -> Iterator[None]:
+    """Linking an errback to a chord asks the app's setting, and nothing else does."""
+    s.app.conf.task_allow_error_cb_on_chord_header = allowed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CPendingDeprecationWarning)
+            yield
+    finally:
+        s.app.conf.task_allow_error_cb_on_chord_header = False
+
+
+def _failing_header(s: Stage, allowed: bool, errback: str) -> None:
+    """The member that fails, the member that does not and the body: who calls the errback, and how often."""
+    with _errbacks_on_headers(s, allowed):
+        sig = chord([s.fail_if.s("bad"), s.fail_if.s("good")], s.quiet.s(), app=s.app)
+        sig.link_error(getattr(s, errback).s())
+    shown = [each.options.get("link_error") is not None for each in sig.tasks]
+    assert s.note("on the header", shown) == [allowed, allowed]
+    result = sig.apply_async()
+    assert isinstance(s.state(result, "FAILURE"), ChordError)
+    # Not before: get() raises the error that it sees first, of the body or of the header.
+    assert isinstance(s.error(result), KeyError)
+    assert result.parent.results[1].get(timeout=PATIENCE) == "good"
+    if errback != "new":  # called as a task: the comparison sees whether there is one more
+        return
+    bad, good = result.parent.results
+    s.wait_seen(result.id, "errback")
+    if allowed:
+        s.wait_seen(bad.id, "errback")
+    told = [len(s.seen(each.id, "errback")) for each in (bad, good, result)]
+    assert s.note("told", told) == [int(allowed), 0, 1]
+
+
+@scenario(
+    "a chord's errback is that of its body alone, as the setting's default has it", alone=True
+)
+def chord_errbacks_on_body(s: Stage) -> None:
+    _failing_header(s, False, "new")
+    _failing_header(s, False, "bound_old")
+
+
+@scenario("with task_allow_error_cb_on_chord_header it is that of its header, too", alone=True)
+def chord_errbacks_on_header(s: Stage) -> None:
+    _failing_header(s, True, "new")
+    # Immutable on the header: an errback that is a task is not told there whose it is.
+    _failing_header(s, True, "nothing")
+
+
+@scenario("a stamp reaches the task, its result's meta data and its retries")
+def stamps(s: Stage) -> None:
+    members = group([s.show.si(), s.show.si()], app=s.app)
+    members.stamp(stamp="your_custom_stamp")
+    result = members.apply_async()
+    stamps = [each["stamps"] for each in s.get(result)]
+    assert s.note("stamps", stamps) in (
+        [{"stamp": "your_custom_stamp"}] * 2,
+        [{"stamp": ["your_custom_stamp"]}] * 2,
+    )
+    meta = result.results[0]._get_task_meta()
+    s.note("stamp", meta["stamp"])
+    retried = s.retries.s(1)
+    retried.stamp(tenant="a")
+    again = retried.apply_async()
+    assert s.get(again) == [1, None]
+    s.note("meta", again._get_task_meta().get("tenant"))
+
+
+@scenario("apply runs a task here, and its result is there at once", alone=True)
+def apply(s: Stage) -> None:
+    assert s.get(s.add.apply((2, 2))) == 4
+    assert s.get(s.add.s(2).apply((3,))) == 5
+    failed = s.fail.apply(link_error=s.new.s())
+    assert isinstance(s.error(failed), ValueError)
+    with pytest.raises(ValueError, match="no luck"):
+        s.fail.apply(throw=True)
+    shown = s.show.apply(headers={"tenant": "a"}, retries=2).get()
+    assert (shown["eager"], shown["retries"], shown["headers"]) == (True, 2, {"tenant": "a"})
+    s.note("shown", shown)
+    linked = s.add.apply((1, 1), link=s.quiet.s())
+    assert s.get(linked) == 2
+
+
+@scenario("apply of a task that ignores, rejects or is replaced says so", alone=True)
+def apply_ends(s: Stage) -> None:
+    for how in ("ignore", "reject"):
+        result = s.ends.apply((how,))
+        s.note(how, (result.state, repr(result.result)))
+    assert s.get(s.replaced.apply(("task", 5))) == 15
+
+
+@scenario("an app that is always eager runs calls and canvases here", alone=True)
+def always_eager(s: Stage) -> None:
+    conf = {"task_always_eager": True, "idempotency_store": "memory://"}
+    app = make_app(OURS if s.ours else PLAIN, conf)
+    add, tsum = app.tasks["tests.add"], app.tasks["tests.tsum"]
+    assert s.get(add.delay(1, 1)) == 2
+    assert s.get(chain(add.s(1, 1), add.s(2)).apply_async()) == 4
+    assert s.get(group([add.s(1, 1), add.s(2, 2)], app=app).apply_async()) == [2, 4]
+    assert s.get(chord([add.s(1, 1), add.s(2, 2)], tsum.s(), app=app).apply_async()) == 6
+    assert isinstance(s.error(app.tasks["tests.fail"].delay()), ValueError)
+    assert s.get(app.tasks["tests.retries"].delay(2)) == [2, None]
+    app.conf.task_eager_propagates = True
+    with pytest.raises(ValueError, match="no luck"):
+        app.tasks["tests.fail"].delay()
+    app.close()
+
+
+@scenario("a frozen signature that is sent twice runs twice", differs="frozen-canvas")
+def frozen(s: Stage) -> None:
+    sig = s.quiet.s("x")
+    sig.freeze()
+    results = [sig.apply_async() for _ in range(2)]
+    assert [each.get(timeout=PATIENCE) for each in results] == ["x", "x"]
+    s.side.settle(s.scenario, 0)
+    assert len(s.seen(results[0].id, "ran")) == (1 if s.ours else 2)
+
+
+@scenario("a signature that is sent twice, and a chain, run twice")
+def sent_twice(s: Stage) -> None:
+    parts = chord([s.add.s(1), s.add.s(2)], s.tsum.s(), app=s.app)
+    for sig in (s.quiet.s("x"), chain(s.quiet.s("y"), s.quiet.s()), chain(s.add.s(1, 1), parts)):
+        results = [sig.apply_async() for _ in range(2)]
+        values = [each.get(timeout=PATIENCE) for each in results]
+        assert values[0] == values[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from billiard.exceptions import TimeLimitExceeded
 
-from tests.delivery.beside_tasks_options import Receipt
+from tests.delivery.beside_tasks import Receipt
 from tests.delivery.scenario import scenario
 from tests.delivery.sides import Stage
 

@@ -59,14 +59,6 @@ def scenario(
 
 def everything() -> list[Scenario]:
     """Return all scenarios, of every module and for every Celery."""
-    for name in (
-        "calling",
-        "calling_options",
-        "retrying",
-        "options",
-        "classes",
-        "canvas",
-        "canvas_more",
-    ):
+    for name in ("calling", "retrying", "options", "classes", "canvas"):
         import_module(f"tests.delivery.{name}")
     return list(_all)
