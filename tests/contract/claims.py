@@ -11,20 +11,15 @@ from celery_idempotent.records import (
     EndState,
     Held,
     Identity,
-    Mismatched,
     Reserved,
     Settled,
     State,
 )
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.table import Fields
 from tests.contract.base import (
-    FINGERPRINT,
     KEY,
     MESSAGE,
     NAMES,
-    OTHER_FINGERPRINT,
-    STATES,
     TASK_ID,
     VALUE,
     Advance,
@@ -57,14 +52,6 @@ class ClaimContract(ContractBase):
         assert isinstance(answer, Held)
         assert 0 < answer.left_ms <= self.lease_ms / 2
 
-    def test_a_claim_repeated_late_is_no_crash(self, store: Store, advance: Advance) -> None:
-        """Nobody crashed: the first claim never came to a run, its answer was lost."""
-        mine = attempt()
-        first = self.claim(store, attempt=mine)
-        advance(self.lease_ms + 1)
-        again = self.claim(store, attempt=mine)
-        assert (again.token, again.crashes, again.attempts) == (first.token, 0, 1)
-
     @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
     def test_a_settled_key_answers_with_its_record(
         self, store: Store, advance: Advance, state: EndState
@@ -78,26 +65,6 @@ class ClaimContract(ContractBase):
             assert (answer.record.state, answer.record.value) == (state, VALUE)
             assert answer.age_ms >= self.lease_ms // 2
             assert answer.record == store.get(KEY)
-
-    @pytest.mark.parametrize("state", STATES)
-    @pytest.mark.parametrize(("known", "asked"), [(None, FINGERPRINT), (FINGERPRINT, None)])
-    def test_a_fingerprint_that_either_side_lacks_is_equal_to_any(
-        self,
-        store: Store,
-        advance: Advance,
-        state: str,
-        known: bytes | None,
-        asked: bytes | None,
-    ) -> None:
-        """A deploy may switch fingerprints on or off while older records and messages are still there."""
-        self.bring_to(store, advance, state, fingerprint=known)
-        answer = self.try_claim(store, fingerprint=asked)
-        assert not isinstance(answer, Mismatched)
-        if isinstance(answer, Claimed):
-            assert answer.record.fingerprint == FINGERPRINT
-        for _ in range(2):
-            assert not isinstance(self.try_reserve(store, fingerprint=asked), Mismatched)
-            advance(self.lease_ms + 1)
 
     def test_tokens_grow_with_every_claim(self, store: Store, advance: Advance) -> None:
         """Outside systems refuse a token that is older than one they have seen (fencing). A token that is given twice,
@@ -187,42 +154,6 @@ class ClaimContract(ContractBase):
             assert self.found(store) == record
         assert self.claim(store).uncommitted is False
 
-    def test_a_call_that_finds_a_stale_key_queues_it_again_and_others_are_held(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """With early acks its message is gone. The owner may still come back: it keeps its token."""
-        stale = self.bring_to(store, advance, "STALE")
-        found = self.reserve(store, task_id="another")
-        assert (found.state, found.task_id, found.token) == (State.QUEUED, TASK_ID, stale.token)
-        assert (found.crashes, found.swept, found.copies) == (stale.crashes + 1, True, (TASK_ID,))
-        assert isinstance(self.try_reserve(store, task_id="a third"), Held)
-        assert self.settle(store, stale)
-        assert self.known(store, [KEY])[0].state is State.COMPLETED
-
-    @pytest.mark.parametrize("fingerprint", [FINGERPRINT, OTHER_FINGERPRINT])
-    def test_where_each_call_runs_an_end_answers_only_its_own_message_and_copies_of_earlier_ones(
-        self, store: Store, advance: Advance, fingerprint: bytes
-    ) -> None:
-        """Task 1 is sent twice: a copy of it that comes during, or after, the run of task 2 is dropped.
-
-        ::
-
-            task 1   sent ─ sent again ─ run ─ end ─────────────── its copy comes: settled
-            task 2                              run ── its copy comes: settled ── end
-        """
-        each: Fields = {"fingerprint": fingerprint, "each_runs": True}
-        self.reserve(store, task_id="1")
-        advance(self.lease_ms + 1)
-        assert self.reserve(store, task_id="2", each_runs=True).copies == ("1",)
-        assert self.settle(store, self.claim(store, task_id="1", each_runs=True))
-        assert isinstance(self.try_claim(store, task_id="1", each_runs=True), Settled)
-        second = self.claim(store, task_id="2", **each)
-        assert (second.copies, second.attempts) == (("1",), 1)
-        for _ in range(2):
-            assert isinstance(self.try_claim(store, task_id="1", each_runs=True), Settled)
-            assert isinstance(self.try_reserve(store, task_id="1", each_runs=True), Settled)
-            assert self.settle(store, second)
-
     def test_of_many_reservations_at_once_one_wins(self, store: Store, advance: Advance) -> None:
         """All publishers send under the task id that won, so that a second copy is a redelivery of the first."""
         with crowd(self.many) as together:
@@ -285,23 +216,3 @@ class ClaimContract(ContractBase):
         assert (claimed.message, claimed.crashes, claimed.reserved) == (None, 0, True)
         advance(self.lease_ms + 1)
         assert store.sweep(limit=10).requeued == ()
-
-    def test_who_takes_a_reservation_over_brings_its_message_under_the_first_task_id(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """A message names its own task id. One for another id than the record's would be no redelivery of the first,
-        which may have been sent.
-        """
-        self.reserve(store)
-        advance(self.lease_ms + 1)
-        # Of another task id: the first stays in the record.
-        for _ in range(2):
-            record = self.reserve(store, task_id="another", message=b"for another")
-            assert (record.task_id, record.message) == (TASK_ID, None)
-        assert self.reserve(store, message=MESSAGE).message == MESSAGE
-        advance(self.lease_ms + 1)
-        again = self.reserve(store, task_id="a third", message=b"for a third")
-        assert (again.task_id, again.message) == (TASK_ID, MESSAGE)
-        advance(2 * self.lease_ms + 1)
-        (swept,) = store.sweep(limit=10).requeued
-        assert swept.message == MESSAGE

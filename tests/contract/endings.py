@@ -8,7 +8,6 @@ import pytest
 
 from celery_idempotent.records import (
     Claimed,
-    EndState,
     Record,
     Renewal,
     State,
@@ -16,7 +15,6 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
-    END_STATES,
     KEY,
     MESSAGE,
     NAMES,
@@ -51,17 +49,6 @@ class EndingContract(ContractBase):
         assert (found.state, found.token > failed.token) == (State.COMPLETED, True)
         assert store.stats().failed == 0
 
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_a_record_past_its_retention_is_not_marked(
-        self, store: Store, advance: Advance, state: EndState
-    ) -> None:
-        """A store whose expired records lie around for a while must not bring one back by writing to it."""
-        record = self.claim(store)
-        self.settle(store, record, state)
-        advance(self.keep_ms + 1)
-        assert store.mark_delivered(KEY, token=record.token) is False
-        assert store.get(KEY) is None
-
     @pytest.mark.parametrize("end", ["settle", "release"])
     def test_an_ended_claim_is_not_swept(self, store: Store, advance: Advance, end: str) -> None:
         """Its lease is past, too: an index of leases must lose the key, or a sweep would count a crash."""
@@ -72,24 +59,6 @@ class EndingContract(ContractBase):
             assert store.release(KEY, token=record.token)
         advance(self.lease_ms + 1)
         assert store.sweep(limit=10).interrupted == ()
-
-    @pytest.mark.parametrize("state", ["PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED"])
-    def test_a_zombie_is_refused_by_every_verb(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """A zombie is a worker that was frozen for longer than its lease, and does not know it. Its token is older than
-        that of the record; whatever the record's state is, nothing that it asks for may be written.
-
-        ::
-
-            zombie     claim (token 7) ─ frozen ······················· thaws ─ settle (token 7): refused
-            worker B                     the lease ends ─ claim (token 8) ─ body ─ settle: COMPLETED
-        """
-        zombie = self.claim(store)
-        advance(self.lease_ms + 1)
-        found = self.bring_to(store, advance, state)
-        self._refused(store, zombie)
-        assert store.get(KEY) == found
 
     def test_of_a_settle_and_a_takeover_at_once_one_wins(
         self, store: Store, advance: Advance
@@ -110,27 +79,6 @@ class EndingContract(ContractBase):
                 claimed, settled = together(do)
                 assert isinstance(claimed, Claimed) is not settled
 
-    def _refused(self, store: Store, zombie: Record) -> None:
-        assert self.renew(store, zombie) is False
-        assert self.settle(store, zombie, value=ANOTHER_VALUE) is False
-        assert self.settle(store, zombie, State.FAILED, value=None) is False
-        assert store.release(zombie.identity, token=zombie.token) is False
-        assert store.release(zombie.identity, token=zombie.token, requeue_ms=1) is False
-        assert store.interrupt(zombie.identity, token=zombie.token) is None
-        assert store.mark_delivered(zombie.identity, token=zombie.token) is False
-        name, token = zombie.identity, zombie.token
-        assert store.checkpoint(name, token=token, name="pay", value=ANOTHER_VALUE) is False
-
-    def test_a_key_without_reservation_and_message_is_free_for_its_retry(
-        self, store: Store
-    ) -> None:
-        """Nothing waits for this key and nothing could be sent for it, so no record is needed: the retry claims it
-        afresh.
-        """
-        record = self.claim(store)
-        assert store.release(KEY, token=record.token, requeue_ms=1000) is True
-        assert store.get(KEY) is None
-
     def test_each_lease_is_answered_in_its_place(self, store: Store) -> None:
         """The heartbeat renews all claims of a process in one call. A claim that takes another one's answer is lost, or
         is believed to live, by mistake.
@@ -144,13 +92,6 @@ class EndingContract(ContractBase):
         assert store.renew(leases) == [True, False] * 20
         assert store.renew(leases) == [True, False] * 20
         assert [store.get(name) for name in names[1::2]] == others
-
-    def test_what_is_over_is_not_renewed(self, store: Store, advance: Advance) -> None:
-        """A renewal must not bring a record back: the key is free, and another worker may be about to claim it."""
-        record = self.claim(store)
-        advance(self.lease_ms + self.keep_ms + 1)
-        assert not self.renew(store, record)
-        assert store.get(KEY) is None
 
     def test_steps_stay_in_their_order(self, store: Store) -> None:
         record = self.with_steps(store)

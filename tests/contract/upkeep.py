@@ -138,20 +138,6 @@ class UpkeepContract(ContractBase):
         store.close()
         assert store.get(KEY) == record
 
-    @pytest.mark.parametrize(
-        ("on_stale", "message"), [("requeue", None), ("fail", MESSAGE), ("interrupt", MESSAGE)]
-    )
-    def test_a_sweep_interrupts_what_it_cannot_or_shall_not_requeue(
-        self, store: Store, advance: Advance, on_stale: str, message: bytes | None
-    ) -> None:
-        """``"requeue"`` without a message: it could not be serialized, or the call was an eager one."""
-        record = self.requeueable(store, advance, on_stale=on_stale, message=message)
-        report = store.sweep(limit=10)
-        (swept,) = report.interrupted
-        assert report.requeued == ()
-        assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
-        assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
-
     def test_the_times_doubled_are_counted_over_claims(
         self, store: Store, advance: Advance
     ) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from celery_idempotent.records import Identity, Mismatched, State
+from celery_idempotent.records import Identity
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
 from tests.contract.base import KEY as CLAIMED
-from tests.contract.base import MESSAGE, OTHER_FINGERPRINT, STATES, VALUE
+from tests.contract.base import MESSAGE
 from tests.stores.verbs import KEEP_MS, LEASE_MS, claim
 
 
@@ -32,49 +31,12 @@ class TestMemoryStore(StoreContract):
     def advance(self, clock: FakeClock) -> Callable[[float], None]:
         return clock.advance
 
-    # All stores go by one table, and its walk shows no mistake in a rule itself.
-
     def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
         self.reserve(store, message=MESSAGE, deadline_ms=1_000, keep_ms=86_400_000)
         advance(1_001)
         for times in range(13):
             assert len(store.sweep(limit=10, requeue_ms=1_000).requeued) == 1
             advance(1_000 * 2 ** min(times, 10) + 1)
-
-    def test_an_operator_changes_nothing_but_the_claim_and_the_state_that_they_saw(self, store):
-        record = self.claim(store, message=MESSAGE)
-        assert not store.requeue(CLAIMED, deadline_ms=self.lease_ms, token=record.token - 1)
-        assert not store.forget(CLAIMED, token=record.token - 1)
-        assert not store.forget(CLAIMED, state=State.INTERRUPTED)
-        assert store.get(CLAIMED) == record
-
-    @pytest.mark.parametrize("state", STATES)
-    def test_another_fingerprint_is_a_mismatch_before_all_else(self, store, advance, state):
-        record = self.bring_to(store, advance, state)
-        for ask in (self.try_claim, self.try_reserve):
-            assert ask(store, fingerprint=OTHER_FINGERPRINT) == Mismatched(record)
-        assert store.get(CLAIMED) == record
-
-    def test_who_did_not_run_it_settles_no_other_state_and_brings_nothing_back(self, store):
-        reserved, claimed = self.reserve(store), self.claim(store)
-        assert not self.settle(store, reserved, State.FAILED, restore=False)
-        assert not self.settle(store, replace(claimed, state=State.INTERRUPTED), restore=False)
-        assert store.get(CLAIMED) == claimed
-        store.forget(CLAIMED)
-        assert not self.settle(store, claimed, State.FAILED, restore=False)
-        assert store.get(CLAIMED) is None
-
-    def test_of_a_settle_that_is_repeated_the_first_value_stays(self, store):
-        record = self.claim(store)
-        assert self.settle(store, record)
-        assert self.settle(store, record, State.FAILED, value=None)
-        assert self.found(store).value == VALUE
-
-    def test_an_interruption_and_a_requeue_while_it_runs_count_a_crash(self, store):
-        record = self.claim(store, message=MESSAGE)
-        again = store.requeue(CLAIMED, deadline_ms=self.lease_ms, token=record.token)
-        assert again.crashes == 1
-        assert store.interrupt(CLAIMED, token=self.claim(store).token).crashes == 2
 
     def test_what_waits_for_its_retry_outlives_the_claim_by_as_long(self, store, advance):
         record = self.claim(store, message=MESSAGE)

@@ -15,8 +15,8 @@ import pytest
 import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Reserved, Settled, State
-from celery_idempotent.stores.redis.servers import SCRIPTS, Script
+from celery_idempotent.records import Claimed, Held, Identity, State
+from celery_idempotent.stores.redis.servers import Script
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.verbs import KEY, LEASE_MS, VALUE, ask, claim, renew, reserve, settle
 from tests.support.tiers import examples
@@ -68,88 +68,6 @@ class TestLostAnswers:
         assert (record.attempts, record.crashes) == (1, 0)
         assert settle(store, record)
         store.close()
-
-    def test_a_settle_is_written_once(self, redis_proxy, proxied):
-        record = claim(proxied)
-        redis_proxy.swallow_replies(b"order-17")
-        assert settle(proxied, record)
-        assert redis_proxy.swallowed == 1
-        answer = ask(proxied)
-        assert isinstance(answer, Settled)
-        assert answer.record.value == VALUE
-
-    def test_a_renewal_is_true_and_a_release_leaves_the_key_free(self, redis_proxy, proxied):
-        record = claim(proxied)
-        redis_proxy.swallow_replies(b"order-17")
-        assert renew(proxied, record) == [True]
-        redis_proxy.swallow_replies(b"order-17")
-        proxied.release(KEY, token=record.token)
-        assert redis_proxy.swallowed == 2
-        assert proxied.get(KEY) is None
-
-    def test_a_reservation_gets_its_token_again(self, redis_proxy, proxied):
-        reserve(proxied, task_id="first", deadline_ms=1)
-        time.sleep(0.01)
-        for task_id in ("first", "another"):
-            redis_proxy.swallow_replies(b"order-17")
-            # Past its deadline the second one gets it, and it is not held for himself.
-            answer = reserve(proxied, task_id=task_id, deadline_ms=50)
-            assert isinstance(answer, Reserved)
-            assert answer.record.task_id == "first"
-            time.sleep(0.06)
-        assert redis_proxy.swallowed == 2
-
-
-class TestSwaps:
-    """What the table decides is written only over what it was decided about."""
-
-    def test_a_write_whose_answer_is_lost_is_made_once_and_told(self, redis_proxy, proxied):
-        def lost(verb):
-            before = redis_proxy.swallowed
-            redis_proxy.swallow_replies(SCRIPTS["swap"].digest)
-            answer = verb()
-            assert redis_proxy.swallowed == before + 1
-            return answer
-
-        token = claim(proxied, message=b"{}", on_stale="requeue", lease_ms=1).token
-        assert lost(lambda: proxied.checkpoint(KEY, token=token, name="pay", value=VALUE))
-        time.sleep(0.01)
-        (swept,) = lost(lambda: proxied.sweep(limit=10)).requeued
-        assert (swept.crashes, swept.message, swept.steps) == (1, b"{}", (("pay", VALUE),))
-        record = lost(lambda: claim(proxied, message=b"{}"))
-        assert record.attempts == 2
-        interrupted = lost(lambda: proxied.interrupt(KEY, token=record.token))
-        assert interrupted == proxied.get(KEY)
-        assert interrupted.crashes == 2
-        assert lost(lambda: proxied.requeue(KEY, deadline_ms=LEASE_MS)) == proxied.get(KEY)
-        record = claim(proxied, message=b"{}")
-        assert lost(lambda: proxied.release(KEY, token=record.token, requeue_ms=LEASE_MS))
-        assert proxied.get(KEY).state is State.QUEUED
-        record = claim(proxied)
-        assert settle(proxied, record)
-        assert lost(lambda: proxied.mark_delivered(KEY, token=record.token))
-        assert proxied.get(KEY).delivered
-
-    def test_who_wrote_since_the_look_is_not_overwritten(self, store, private_redis):
-        record, before = claim(store), []
-        another = RedisStore(private_redis.url())
-        exchange = store._link.exchange
-
-        def forestalled(commands, node):
-            if commands[0][1] == SCRIPTS["swap"].digest and not before:
-                before.append(another.checkpoint(KEY, token=record.token, name="1", value=VALUE))
-            return exchange(commands, node)
-
-        store._link.exchange = forestalled
-        assert store.checkpoint(KEY, token=record.token, name="2", value=VALUE)
-        assert before == [True]
-        assert store.get(KEY).steps == (("1", VALUE), ("2", VALUE))
-        another.close()
-
-    def test_a_key_that_was_reserved_without_a_message_waits_for_its_retry(self, store):
-        reserve(store)
-        assert store.release(KEY, token=claim(store).token, requeue_ms=LEASE_MS)
-        assert store.get(KEY).state is State.QUEUED
 
 
 class TestConnections:

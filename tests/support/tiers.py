@@ -1,55 +1,18 @@
-"""How much a test run tries: the smoke of the store contract, and what a state machine does with a counterexample."""
+"""How much a test run tries: the smoke of the store contract, and how many examples."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
 
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis import HealthCheck, settings
 
 #: `make test-all` asks for more examples of everything that is tried with any.
 THOROUGH = "CELERY_IDEMPOTENT_THOROUGH" in os.environ
-#: A counterexample is not made shorter, which takes minutes, unless it is asked for.
-_PHASES = tuple(
-    phase
-    for phase in Phase
-    if phase is not Phase.shrink or "CELERY_IDEMPOTENT_SHRINK" in os.environ
-)
 
 
 def examples(few: int, many: int) -> int:
     """Return how many examples to try: few, or many in `make test-all`."""
     return many if THOROUGH else few
-
-
-def run_until_seen(
-    machine: type[RuleBasedStateMachine],
-    wanted: Iterable[str],
-    seen: Container[str],
-    *,
-    tries: int,
-    steps: int = 40,
-) -> None:
-    """Run a state machine until all that is wanted was seen: what is tried is chance, and mostly enough at once."""
-    wanted = set(wanted)
-    for _ in range(5):
-        run_state_machine_as_test(
-            machine,
-            settings=settings(
-                max_examples=tries,
-                stateful_step_count=steps,
-                phases=_PHASES,
-                deadline=None,
-                # Where CI is set, every repetition would try the same.
-                derandomize=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-        missing = {event for event in wanted if event not in seen}
-        if not missing:
-            return
-    raise AssertionError(f"never seen: {missing}")
 
 
 # Of what says nothing else. To draw one takes long on a machine with other things to do: that is no failure.
@@ -68,7 +31,6 @@ SMOKE = frozenset(
     {
         "test_a_settled_key_answers_with_its_record",
         "test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit",
-        "test_a_zombie_is_refused_by_every_verb",
         "test_a_verb_does_what_the_table_says",
         "test_an_operator_completes_what_failed",
         "test_any_printable_key_is_kept_as_it_is",
