@@ -260,11 +260,7 @@ class Arena:
         except Exception as error:  # noqa: BLE001  its target is away already
             note("missed", n=n, why=f"{type(error).__name__}: {error}"[:200])
             return False
-        pids, key = (
-            found if isinstance(found, list) else [],
-            found if isinstance(found, str) else "",
-        )
-        note(what, n=n, pids=pids, key=key)
+        note(what, n=n, hit=found if isinstance(found, list) else [str(found)])
         return True
 
     def _supervise(self) -> None:

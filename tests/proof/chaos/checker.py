@@ -43,7 +43,7 @@ def missing(notes: Iterable[Note]) -> set[str]:
 def _ends_worker(fault: Note, ended: Note) -> bool:
     """Does a worker end by this fault: by a signal that it got, or as it does without its broker?"""
     is_near = fault["t"] < ended["t"] < fault["end"] + 15
-    return ended["pids"][0] in fault["pids"] or (fault["explains"] == "broker" and is_near)
+    return ended["pids"][0] in fault["hit"] or (fault["explains"] == "broker" and is_near)
 
 
 class Checker:
@@ -83,11 +83,11 @@ class Checker:
         for note in self._notes:
             if note["what"] == "strike":
                 faults[note["n"]] = {**note, "end": self._notes[-1]["t"]}
-                faults[note["n"]] |= {"pids": (), "key": ""}
+                faults[note["n"]]["hit"] = ()
                 if may_lose and note["explains"] == "away":
                     faults[note["n"]]["explains"] = "away, lost"  # a replica becomes the master
             elif note["what"] == "struck":
-                faults[note["n"]] |= {"pids": note["pids"], "key": note["key"]}
+                faults[note["n"]]["hit"] = note["hit"]
             elif note["what"] == "healed":
                 faults[note["n"]]["end"] = note["t"]
             elif note["what"] == "missed":
@@ -97,7 +97,7 @@ class Checker:
                 if not causes:
                     self.wrong.append(f"{note['name']} ended by itself, with {note['code']}")
                 name = f"a worker's end after {causes[-1]['fault'] if causes else 'nothing'}"
-                about = {"fault": name, "explains": "died", "pids": note["pids"], "key": ""}
+                about = {"fault": name, "explains": "died", "hit": note["pids"]}
                 ended.append({"t": note["t"] - 5, "end": note["t"], **about})
         return [*faults.values(), *ended]
 
@@ -119,9 +119,9 @@ class Checker:
         away: list[tuple[float, float]] = []
         for fault in self._faults:
             begin, end = max(fault["t"], claim["t"]), min(fault["end"], until)
-            explains, was_hit = fault["explains"], claim["pid"] in fault["pids"]
+            explains, was_hit = fault["explains"], claim["pid"] in fault["hit"]
             told = f"{fault['fault']} at {self._at(fault['t'])}"
-            if explains == "limit" and claim["id"].endswith(f" key {fault['key']}"):
+            if explains == "limit" and claim["id"].split()[-1] in fault["hit"]:
                 return told
             if begin > end + 1:
                 continue
@@ -153,7 +153,8 @@ class Checker:
             end = self._ends.get((first["id"], first["token"]))
             if end and (end["t"] > second["t"] + LATE or end["verb"] == "settle_failed"):
                 end = None
-            is_lost = self._data_lost(end["t"] if end else first["t"], second["t"])
+            ended = end["t"] if end else first["t"]
+            is_lost = self._data_lost(min(ended, second["t"]), max(ended, second["t"]))
             explained = is_lost or self._explain(first, second["t"])
             if second["token"] <= first["token"] and not explained:
                 self.wrong.append(f"{told}: tokens do not grow")

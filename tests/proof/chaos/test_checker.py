@@ -44,7 +44,7 @@ def check(*notes: dict[str, Any], broker: str = "rabbitmq") -> Checker:
 
 
 def kill(t: float, pid: int = 7) -> tuple[dict[str, Any], ...]:
-    struck = {"t": t, "what": "struck", "n": 0, "pids": [pid], "key": ""}
+    struck = {"t": t, "what": "struck", "n": 0, "hit": [pid]}
     return {"t": t, **KILL}, struck, {"t": t + 0.1, "what": "healed", "n": 0}
 
 
