@@ -196,6 +196,18 @@ def test_only_the_high_water_mark_of_a_bucket_stays_for_ever(
         assert redis_client.zrange(name, 0, -1) == [MARK]
 
 
+def test_a_run_that_went_on_after_a_sweep_settles_with_the_crash_that_was_counted(
+    redis_store, advance
+):
+    """Its own record has none."""
+    record = claim(redis_store)
+    advance(LEASE_MS + 1)
+    assert redis_store.sweep(limit=10).interrupted
+    assert renew(redis_store, record) == [True]
+    assert settle(redis_store, record)
+    assert redis_store.get(KEY).crashes == 1
+
+
 def test_a_clock_that_was_set_back_makes_no_smaller_token(redis_store, advance):
     advance(3_600_000)
     first = claim(redis_store)
