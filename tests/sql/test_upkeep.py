@@ -183,13 +183,19 @@ def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(
     assert claimed(store).token > later
 
 
-def test_a_forged_digest_is_noticed(store: DjangoStore):
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [("scope = 'another'", "share a digest"), ("state = 'X'", "a newer version")],
+)
+def test_a_forged_digest_and_an_unknown_state_are_noticed(
+    store: DjangoStore, change: str, problem: str
+):
     from celery_idempotent.errors import StoreMisconfigured
 
     claimed(store)
-    execute(store.alias, "UPDATE celery_idempotent_record SET scope = 'another'")
+    execute(store.alias, f"UPDATE celery_idempotent_record SET {change}")
     connections[store.alias].close()
-    with pytest.raises(StoreMisconfigured, match="share a digest"):
+    with pytest.raises(StoreMisconfigured, match=problem):
         store.get(KEY)
 
 
