@@ -150,11 +150,12 @@ def select(
     since_ms: int | None = None,
     before_ms: int | None = None,
 ) -> Selection:
-    """Return the selection of typed words; raise as :func:`scopes_of`."""
+    """Return the selection of typed words, by default unfinished and FAILED records; raise as :func:`scopes_of`."""
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
     tasks = {each.name: each.identifier.namespace for each in definitions(app, load=True)}
+    states = frozenset() if state or scope or key else UNFINISHED_AND_FAILED
     return Selection(
-        states=frozenset({State[state]} if state in State.__members__ else ()),
+        states=frozenset({State[state]}) if state in State.__members__ else states,
         live=state == "live",
         stale=state == "stale",
         namespace=tasks.get(task, task) or None,

@@ -219,9 +219,7 @@ def _selection(
     found = finding.select(app, given, since_ms=since_ms, before_ms=before_ms)
     if found.namespace and found.namespace not in finding.namespaces(app):
         _note(f"No task of this app is called {given['task']}: it is taken as a namespace.")
-    if given.get("state") or found.error or found.keys or found.scopes:
-        return found
-    return replace(found, states=finding.UNFINISHED_AND_FAILED)
+    return found
 
 
 def _selected(app: Celery, limit: int, **given: Any) -> Iterator[Record]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from django import forms
 
-from celery_idempotent.celery.finding import UNFINISHED_AND_FAILED, select
+from celery_idempotent.celery.finding import select
 from celery_idempotent.celery.operations import Operation
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.applications import celery_app
@@ -67,14 +66,11 @@ class FilterForm(forms.Form):
 
     def selection(self, app: Celery, store: Store) -> Selection:
         """Return the selection of these filters; raise as :func:`select`."""
-        bounds, chosen = {}, self.chosen()
+        bounds = {}
         if age := self.cleaned_data["age"]:
             _, bound, ago = _AGES[age]
             bounds[bound] = store.now_ms() - ago // timedelta(milliseconds=1)
-        found = replace(select(app, chosen, **bounds), error=self.cleaned_data["error"])
-        if chosen.keys() & {"state", "scope", "key"}:
-            return found
-        return replace(found, states=UNFINISHED_AND_FAILED)
+        return select(app, self.chosen(), **bounds)
 
 
 class OperationForm(forms.Form):
