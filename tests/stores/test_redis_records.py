@@ -68,17 +68,6 @@ def test_a_settle_counts_from_the_last_claim_for_a_second_and_then_asks_for_the_
     assert moved_ms <= passed < moved_ms + 500
 
 
-def test_a_failed_record_is_indexed_by_its_change_until_its_retention_ends(
-    redis_store, redis_client, names, advance
-):
-    settle(redis_store, claim(redis_store), State.FAILED)
-    changed = redis_store.get(KEY).updated_ms
-    assert indexes(redis_client, names) == ({}, {names[0]: changed})
-    advance(KEEP_MS + 1)
-    assert redis_store.prune(limit=10) == 1
-    assert indexes(redis_client, names) == ({}, {})
-
-
 def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, redis_client, names):
     """Between its look and its write another prune drops what both have seen, and the key fails again."""
     redis_client.zadd(names[2], {names[0]: 1, "gone": 1})
@@ -94,13 +83,6 @@ def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, r
     redis_store._link.exchange = forestalled
     assert redis_store.prune(limit=10) == 0
     assert redis_client.zrange(names[2], 0, -1) == [names[0]]
-
-
-def test_a_prune_drops_what_is_over_from_the_index_of_the_interrupted(redis_store, redis_client):
-    index = redis_store._keys.index(b"!interrupted")[17]
-    redis_client.zadd(index, {"gone": 1})
-    assert redis_store.prune(limit=10) == 1
-    assert redis_client.zcard(index) == 0
 
 
 def test_sweeps_with_a_limit_begin_anywhere(redis_store):

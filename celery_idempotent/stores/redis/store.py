@@ -43,8 +43,6 @@ _IN_LEASES = b"2"
 _INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.INTERRUPTED: b"4"}
 #: The number of records that one trip of a sweep reads or writes.
 _PER_TRIP = 250
-#: The most names that a prune takes of one index at a time: the oldest, and as many at random.
-_PER_LOOK = 64
 
 
 class RedisStore(base.Store):
@@ -255,9 +253,9 @@ class RedisStore(base.Store):
         kinds = {layout.STARTS[state][:1]: kind for state, kind in _LISTED.items()}
         letters = {i: letter for letter, kind in kinds.items() for i in self._keys.index(kind)}
         indexes = random.sample([*letters], len(letters))
-        pruned, most = 0, min(limit // 1024 + 1, _PER_LOOK)
+        pruned, most = 0, limit // 4096 + 1
         while indexes and pruned < limit:
-            size, left = b"%d" % most, limit - pruned
+            size, left = b"%d" % min(most, 64), limit - pruned
             first = b"-inf", b"+inf", b"LIMIT", b"0", size
             asks: list[Command] = [(b"ZRANGEBYSCORE", index, *first) for index in indexes]
             asks += [(b"ZRANDMEMBER", index, size) for index in indexes]
@@ -269,7 +267,7 @@ class RedisStore(base.Store):
             gone = self._exchange(*(_PRUNE.call(look, letters[look[0]]) for look in looks))
             pruned += sum(gone)
             indexes = [look[0] for look, n in zip(looks, gone, strict=True) if 2 * n >= len(look)]
-            most = min(2 * most, _PER_LOOK)
+            most *= 2
         return pruned
 
     # -- what operators see --
