@@ -362,6 +362,8 @@ class Stats:
     failed: int
     now_ms: int
     interrupted: int = 0
+    #: Of those that are live or stale, if an index tells.
+    queued: int | None = None
     swept_ms: int | None = None
     #: The messages in the outbox, and for how long the oldest of them waits.
     outbox: int = 0

@@ -219,11 +219,14 @@ class DjangoStore(base.Store):
         )
         groups = session.rows(
             "SELECT CASE WHEN state = 'I' THEN 'interrupted' WHEN state = 'F' THEN 'failed'"
-            " WHEN deadline_ms <= %s THEN 'stale' ELSE 'live' END, count(*)"
+            " WHEN deadline_ms <= %s THEN 'stale' ELSE 'live' END, count(*),"
+            " count(CASE WHEN state = 'Q' THEN 1 END)"
             f" FROM celery_idempotent_record WHERE {UNFINISHED} AND expires_ms > %s GROUP BY 1",
             (now_ms, now_ms),
         )
-        counts = dict.fromkeys(("live", "stale", "interrupted", "failed"), 0) | dict(groups)
+        counts = dict.fromkeys(("live", "stale", "interrupted", "failed"), 0)
+        counts |= {name: count for name, count, _ in groups}
+        counts["queued"] = sum(queued for _, _, queued in groups)
         times = {"now_ms": now_ms, "swept_ms": swept_ms, "outbox_ms": outbox_ms}
         return records.Stats(outbox=outbox, **times, **counts)
 

@@ -86,6 +86,7 @@ class MemoryStore(Store):
             stale=stale,
             interrupted=states.count(State.INTERRUPTED),
             failed=states.count(State.FAILED),
+            queued=states.count(State.QUEUED),
             now_ms=now_ms,
             swept_ms=self._swept_ms,
         )

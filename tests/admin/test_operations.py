@@ -210,7 +210,6 @@ def test_all_that_match_are_operated_on_with_their_count_and_risks_first(
     for n in range(8):
         settle(store, claim(store, f"declined-{n}"), State.FAILED, error="Declined: no funds")
     settle(store, claim(store, "other"), State.FAILED, error="ValueError")
-    settle(store, claim(store, "done"))
     query = "?state=FAILED&error=Declined"
     assert "All that match, up to 7" in text(operator.get(f"{LIST}{query}"))
     page: Any = operator.post(f"{OPERATE}{query}", {"operation": "forget", "all": "1"})
@@ -228,11 +227,7 @@ def test_all_that_match_are_operated_on_with_their_count_and_risks_first(
     assert "Forgotten: 6 of 7." in told
     assert f"Left alone: it has changed since ({moved})" in told
     assert store.stats().failed == 2
-    assert left(store, "other", "done", moved.key) == {
-        "other": State.FAILED,
-        "done": State.COMPLETED,
-        moved.key: State.PROCESSING,
-    }
+    assert list(left(store, "other", moved.key).values()) == [State.FAILED, State.PROCESSING]
 
 
 def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(
@@ -313,7 +308,7 @@ def test_when_the_store_is_down_the_question_says_so(serve: Serve, operator: Cli
     assert done.status_code == 302
 
 
-MARKS = [f'1 FAILED ["t","","{n}"]' for n in range(1001)]
+MARKS = [f'1 FAILED ["t","","{n}"]' for n in range(501)]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +317,7 @@ MARKS = [f'1 FAILED ["t","","{n}"]' for n in range(1001)]
         ({}, "No action selected"),
         ({"operation": "explode"}, "No action selected"),
         ({"operation": "release"}, "No record selected"),
-        ({"operation": "forget", "record": "\r\n".join(MARKS)}, "Select at most 1,000 records"),
+        ({"operation": "forget", "record": "\r\n".join(MARKS)}, "Select at most 500 records"),
         ({"operation": "complete", "record": MARKS[:2]}, "Select at most 1 records"),
     ],
 )

@@ -26,7 +26,6 @@ from celery_idempotent import records
 from celery_idempotent.celery import finding, operations, story
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
-from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.django.admin import audit, overview
 from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: The records of a page, the most of one operation, and those of each table of the first page.
-PER_PAGE, MOST, FIRST = 50, 1000, 8
+PER_PAGE, MOST, FIRST = 50, 500, 8
 
 _ENDED_BADLY = frozenset({State.INTERRUPTED, State.FAILED})
 
@@ -199,7 +198,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         store, errors = get_store(app), self._may(request, "view_result")
         stats = store.stats()
         counted = store.counts(hours=24) if by_hour else store.counts(minutes=60)
-        counted = [each for each in counted if each.task != SWEEP]
         period, times = (HOUR, 24) if by_hour else (MINUTE, 60)
         selections = {"Failed and interrupted, the newest first": Selection(states=_ENDED_BADLY)}
         if stats.stale:  # as a rule a sweep has ended them
@@ -243,7 +241,8 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
             if more and not chosen.keys() - {"state"}:
                 totals = _totals(get_store(app).stats())
-                total = totals.get(chosen["state"]) if chosen else sum(totals.values())
+                every = sum(totals.values()) - totals.get("QUEUED", 0)  # which are live, too
+                total = totals.get(chosen["state"]) if chosen else every
         is_absent = [*chosen] == ["key"] and not (rows or more)
         context = {
             "title": "Idempotency records",
@@ -464,8 +463,9 @@ def _is_dangerous(operation: Operation, record: Record) -> bool:
 
 def _totals(stats: records.Stats) -> dict[str, int]:
     """Return the numbers of records that the indexes tell, by the filter that lists them."""
-    ended = {"INTERRUPTED": stats.interrupted, "FAILED": stats.failed}
-    return {"live": stats.live, "stale": stats.stale, **ended}
+    found = {"live": stats.live, "stale": stats.stale}
+    found |= {} if stats.queued is None else {"QUEUED": stats.queued}
+    return found | {"INTERRUPTED": stats.interrupted, "FAILED": stats.failed}
 
 
 def _why(record: Record, *, errors: bool) -> str:
