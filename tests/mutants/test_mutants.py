@@ -55,4 +55,6 @@ def test_its_killers_are_there(mutant: Mutant):
         path, *names = killer.split()[0].split("::")
         text = (ROOT / path).read_text()
         for name in names:
-            assert re.search(rf"^\s*(class|def) {name.partition('[')[0]}\b", text, re.MULTILINE), killer
+            assert re.search(rf"^\s*(class|def) {name.partition('[')[0]}\b", text, re.MULTILINE), (
+                killer
+            )
