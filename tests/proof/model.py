@@ -876,12 +876,13 @@ def can_end(model: Model, number: int) -> None:
     _need(ended, "what was accepted can always end")
 
 
+FAULTS = "flush", "failover", "step back"
 SCOPES = (
     Scope(name="workers", workers=3),
     Scope(name="answers", lost=True, permanent=True),
     Scope(name="queue", workers=1, reserves=True, message=True, on_stale="requeue"),
     Scope(name="operator", workers=1, operator=True, steps=True, message=True),
-    Scope(name="faults", faults=("flush", "failover", "step back"), most_faults=1),
+    Scope(name="faults", tasks="a", faults=FAULTS, most_faults=1),
     Scope(name="mark", workers=1, each_runs=True, reserves=True),
     Scope(name="fail", on_stale="fail", steps=True, permanent=True),
     Scope(name="arguments", workers=1, tasks="axn", reserves=True),
@@ -892,12 +893,13 @@ LARGE = (
     Scope(name="workers, answers", workers=3, lost=True),
     Scope(name="queue", reserves=True, message=True, on_stale="requeue"),
     Scope(name="operator", operator=True, steps=True, message=True),
-    Scope(name="faults", faults=("flush", "failover", "step back"), most_faults=2),
+    Scope(name="faults, two tasks", faults=FAULTS, most_faults=1),
+    Scope(name="two faults", tasks="a", faults=FAULTS, most_faults=2),
 )
 
 
 #: No scope is larger than that; a larger one would not be visited whole.
-MOST = 3_000_000
+MOST = 4_000_000
 
 
 @cache

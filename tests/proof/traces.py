@@ -256,7 +256,7 @@ def _way(nexts: dict[int, Any], start: int, left: dict[int, Any]) -> list[int] |
 
 
 def run(options: Options) -> list[Row]:
-    seconds = 3600.0 if options.full else 75.0
+    seconds = 3600.0 if options.full else 45.0
     graphs = {name: graph_for(name) for name in STORES}
 
     def do(name: str) -> Walked:
