@@ -144,10 +144,9 @@ def ending(each: History) -> Ending:
         case (("dies" | "dies twice"), "late"):
             return Ending(usual.state, runs=(2,) if unsettled else (1,))
         case "dies", "early":
-            # The message is gone; what was sent by then was sent.
-            sent = POINTS.index(each.point) >= POINTS.index("sent")
-            follower = (0, 1) if sent or each.fails else (0,)
-            return Ending("", follower=follower, record=False, marked=False)
+            # The message is gone; what was sent by then was sent. But of two processes that die at once Celery takes
+            # the task of one for not begun, and runs it again.
+            return Ending("", runs=(1, 2), follower=(0, 1), record=False, marked=False)
         case (("refused" | "away"), _) if each.shape == "replacement":
             return Ending("FAILURE", follower=(0,), record=False)
         case (("refused" | "away"), _) if each.shape not in SENT_AGAIN and each.shape != "alone":

@@ -198,8 +198,7 @@ def open_stand(
             "result_backend": f"tests.delivery.histories_app:Backend+{server.url(1)}",
             "idempotency_store": server.url(2),
             "idempotency_sweep_interval": None,
-            # Longer than any history waits: what is lost is noticed.
-            "idempotency_lease": 300,
+            "idempotency_lease": 30,
             "longest_pause": 2.0,
             **more,
         }

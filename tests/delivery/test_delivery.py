@@ -102,3 +102,18 @@ def test_fifty_retries_without_a_countdown_never_meet_their_predecessor(shared, 
     assert [shared.ledger.count("start", each) for each in keys] == [26, 26]
     assert [shared.conflicts(each.id) for each in published] == [0, 0]
     assert not any(shared.ledger.count("replayed", each) for each in keys)
+
+
+def test_a_lost_child_costs_its_key_a_moment_and_not_a_lease(broker, open_site, key, gate):
+    # Neither acks_late nor reject_on_worker_lost is set: the defaults.
+    site = open_site(broker, idempotency_lease=300)
+    worker = site.worker(concurrency=2)
+    result = site.publish("keyed", key, 0.0, gate.path)
+    lost = wait_for(lambda: site.ledger.entries("start", key), 20, "the first run")[0]
+    worker.kill_child(lost.pid)
+    gate.open()
+    assert result.get(timeout=60)["pid"] != lost.pid
+    assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (2, 1)
+    assert site.ledger.count("interrupted", key) == 1
+    record = site.record("keyed", key)
+    assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
