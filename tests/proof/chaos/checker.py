@@ -245,7 +245,13 @@ class Checker:
             faults = [f for f in faults if f["t"] < begun < f["end"] + 1 and last]
         else:
             may_be_gone = self._broker == "redis" or call["kind"] == "early"
-            is_away = last is None or last["verb"] in SENT_AGAIN or call["kind"] in CANVASES
+            # The fault that ended a claim, and one that met the message when it was given out again.
+            met = [fault for fault in faults if fault["end"] > begun - 1]
+            is_again = (
+                last is not None and last["verb"] in ("claimed", "interrupted") and len(met) > 1
+            )
+            is_away = last is None or is_again or last["verb"] in SENT_AGAIN
+            is_away = is_away or call["kind"] in CANVASES
             if not (may_be_gone and is_away) or call["kind"] in KEPT:
                 return ""
         found = next((fault for fault in faults if fault["end"] > begun - 1), None)
