@@ -117,9 +117,7 @@ def options() -> Iterator[tuple[str, str]]:
 
 
 def _options() -> str:
-    lines = ["| option | default |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {default} |" for name, default in options()]
-    return "\n".join(lines)
+    return "\n".join(f"- [`{name}`](#{name}): {default}" for name, default in options())
 
 
 def supported() -> list[tuple[str, str]]:
