@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import random
+import re
 import sys
 import time
 from collections import deque
@@ -483,8 +484,8 @@ RULES: dict[str, object] = {
 def test_the_page_names_each_rule() -> None:
     page = (ROOT / "docs" / "http.md").read_text()
     table = page.partition("## Differences from the draft and from Stripe")[2].partition("\n## ")[0]
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if " | " in line]
-    assert rows[1:] == [*RULES]
+    rules = re.findall(r"^- (.+?) \((?:draft|Stripe|both)", table, re.MULTILINE)
+    assert rules == [*RULES]
 
 
 # Deliveries ----------------------------------------------------------------------------------------------------------
