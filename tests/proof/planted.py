@@ -20,7 +20,6 @@ PLANTED = {
     ),
     f"{_TESTS}::test_a_store_answers_as_the_table_does[redis]": ("settle-token", "renew-deadline"),
     f"{_TESTS}::test_a_store_answers_as_the_table_does[sqlite]": ("sqlsettle-token",),
-    f"{_TESTS}::test_a_store_answers_as_the_table_does[hybrid]": ("hybrid-fingerprint",),
     f"{_TESTS}::test_two_clients_and_a_lost_answer_come_out_as_one_after_the_other[redis]": ("swap-head",),
 }  # fmt: skip
 
