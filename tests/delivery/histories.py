@@ -142,7 +142,9 @@ def ending(each: History) -> Ending:
             runs = {"body": (2,), "settled": (1,), "acking": (1,)}
             return Ending("SUCCESS", runs=runs.get(each.point, (1, 2)))
         case (("dies" | "dies twice"), "late"):
-            return Ending(usual.state, runs=(2,) if unsettled else (1,))
+            # Errbacks of a body have no id that lasts: after a crash they may run twice.
+            follower = (1, 2) if each.shape == "errback of a body" else (1,)
+            return Ending(usual.state, runs=(2,) if unsettled else (1,), follower=follower)
         case "dies", "early":
             # The message is gone; what was sent by then was sent. But of two processes that die at once Celery takes
             # the task of one for not begun, and runs it again.
