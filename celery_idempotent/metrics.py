@@ -44,14 +44,14 @@ LOOK_AT: Final = 500
 
 #: The store's gauges, and what each says.
 GAUGES: Final = {
-    "store_up": "1 if the store answered this scrape and took a write; else 0.",
+    "store_up": "1 if the store answered this scrape and took a write, else 0.",
     "store_problem": "Why store_up is 0: down (no answer), refused (rights, settings), read-only (full, a replica).",
-    "store_since_seconds": "When the store was first used, since the epoch. It grows when the store loses its data.",
+    "store_since_seconds": "When the store was first used; it grows when the store loses its data.",
     "records": "Unfinished and failed records; live and stale ones are PROCESSING or QUEUED.",
-    "longest_stale_seconds": "How long ago the lease of the oldest stale claim ended; 0 if no claim is stale.",
-    "last_sweep_age_seconds": "How long ago the last sweep ended, by the store's clock.",
+    "longest_stale_seconds": "How long ago the lease of the oldest stale claim ended, or 0.",
+    "last_sweep_age_seconds": "How long ago the last sweep ended.",
     "outbox_messages": "Messages in the outbox.",
-    "outbox_age_seconds": "How long the oldest message has waited in the outbox; 0 for none.",
+    "outbox_age_seconds": "How long the oldest message has waited in the outbox, or 0.",
 }
 STATES: Final = ("live", "stale", "interrupted", "failed")
 LABELS: Final = {"store_problem": "problem", "records": "state"}
@@ -62,14 +62,13 @@ def install(registry: CollectorRegistry = REGISTRY) -> None:
     """Count and time outcomes in this process and its forks; call it where the app is made."""
     counter = Counter(
         "celery_idempotency_outcomes",
-        "Outcomes of tasks, requests and records; observed=true: what would have happened, in mode observe.",
+        "Outcomes; observed=true: what would have happened, in mode observe.",
         ("task", "outcome", "state", "error", "observed"),
         registry=registry,
     )
     histogram = Histogram(
         "celery_idempotency_seconds",
-        "How long the store took to claim, or to settle with the COMMIT of an atomic task. Of replayed, conflicted and "
-        "mismatched: how long the duplicate held its worker.",
+        "Time to claim, or to settle with the COMMIT of an atomic task; of duplicates, how long they held their worker.",
         ("task", "outcome"),
         buckets=BUCKETS_S,
         registry=registry,
