@@ -68,7 +68,7 @@ def install(registry: CollectorRegistry = REGISTRY) -> None:
     )
     histogram = Histogram(
         "celery_idempotency_seconds",
-        "Time to claim, or to settle with the COMMIT of an atomic task; of duplicates, how long they held their worker.",
+        "Time to claim, or to settle with an atomic COMMIT; of duplicates, how long they held their worker.",
         ("task", "outcome"),
         buckets=BUCKETS_S,
         registry=registry,

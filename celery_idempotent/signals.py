@@ -129,6 +129,7 @@ settled = OutcomeSignal("settled", _TASK + " settled {event.identity}: {event.st
 #: The line of a FAILED without a run: a person should read it.
 FAILED_WITHOUT_RUN = Line(ERROR, "FAILED without a run: {event.error}")
 released = OutcomeSignal("released", _TASK + " released {event.identity}")
+_RAISED = Line(INFO, released.line.text + " after {event.error.__class__.__name__}")
 interrupted = OutcomeSignal(
     "interrupted",
     "{event.identity} of {record.owner} is INTERRUPTED (crash {record.crashes}){why}",
@@ -254,6 +255,8 @@ def report(
         line = details.pop("line")
     elif outcome is claimed and record is not None and record.crashes:
         line = _CLAIMED_AGAIN
+    elif outcome is released and "error" in details and details["error"] is not None:
+        line = _RAISED
     else:
         line = outcome.observed if details.get("observed") else outcome.line
     logged = logger.isEnabledFor(line.level)

@@ -64,7 +64,7 @@ OPERATIONS: Final[Mapping[Operation, Meaning]] = {
         "requeued",
         "runs it again: publishes the stored message, under the same task id.",
         "only a FAILED, INTERRUPTED or PROCESSING record that keeps its message (idempotency_keep_message, or"
-        ' idempotency_on_stale="requeue") can be requeued: call the task again, if it FAILED after forget.',
+        ' idempotency_on_stale="requeue") can be requeued. Else forget it if it is FAILED, and call the task again.',
         frozenset({State.PROCESSING, State.INTERRUPTED, State.FAILED}),
         State.QUEUED,
     ),

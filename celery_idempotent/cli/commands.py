@@ -266,7 +266,8 @@ def _list(app: Celery, limit: int, columns: str, watch: bool, **given: Any) -> N
                 now_ms = get_store(app).now_ms()
                 _write_records(app, chain([first], found), now_ms, columns.split(","))
             else:
-                _note("No such records. COMPLETED ones are listed with --state COMPLETED.")
+                hint = "" if given["state"] else " For COMPLETED ones give --state COMPLETED."
+                _note(f"No such records.{hint}")
             if not watch:
                 return
             time.sleep(2.0)

@@ -114,6 +114,7 @@ def server_of(
     token, key = secrets.token_urlsafe(24), secrets.token_urlsafe(50)  # a restart logs all out
     hosts = _LOOPBACK if host in _LOOPBACK else ["*"]
     own = {"SECRET_KEY": key, "ALLOWED_HOSTS": hosts, "IDEMPOTENCY_WEB": (token, user)}
+    own["TIME_ZONE"] = str(app.timezone)
     settings.configure(**_SETTINGS, **own, **{APP_SETTING: app})
     application = StaticFilesHandler(get_wsgi_application())
     from django.contrib.admin import site
