@@ -39,7 +39,7 @@ def test_every_command_has_a_section_and_every_section_a_command():
     titles = " ".join(re.findall(r"^### (.*)$", PAGE, re.MULTILINE))
     operations = PAGE.partition("### Operations\n")[2].partition("```")[0]
     named = re.findall(r"`([a-z]+)`", titles) + re.findall(
-        r"^\| `(\w+)` \|", operations, re.MULTILINE
+        r"^- `(\w+)` \(", operations, re.MULTILINE
     )
     assert set(named) == set(COMMANDS)
 

@@ -22,17 +22,16 @@ class Row(NamedTuple):
 
 
 def documented() -> dict[str, Row]:
-    """Return the table of the outcomes in docs/options.md."""
+    """Return the list of the outcomes in docs/options.md."""
     text = (ROOT / "docs" / "options.md").read_text()
-    table = (
-        text.partition("| outcome | when: `event.state` |")[2].partition("\n\n")[0].splitlines()[2:]
-    )
-    found = {}
-    for line in table:
-        name, when, level = (cell.strip() for cell in line.strip("|").split("|"))
-        words = re.compile("`([A-Z]+)`")
-        found[name.strip("`")] = Row(set(words.findall(when)), words.findall(level))
-    return found
+    outcomes = text.partition("## Signals\n")[2].partition("\n## ")[0]
+    words = re.compile("`([A-Z]+)`")
+    return {
+        name: Row(set(words.findall(when)), words.findall(level))
+        for name, level, when in re.findall(
+            r"^- `(\w+)` \(([^:]*)\): (.*)$", outcomes, re.MULTILINE
+        )
+    }
 
 
 class Heard:
