@@ -158,6 +158,10 @@ class CachingStore(Store):
         with self._buried(identity):
             return super().forget(identity, token=token, state=state)
 
+    def requeue(self, identity: Identity, **how: Any) -> Record | None:
+        with self._buried(identity):  # it may be FAILED
+            return super().requeue(identity, **how)
+
     def discard(self, identity: Identity) -> bool:
         with self._buried(identity):
             return super().discard(identity)

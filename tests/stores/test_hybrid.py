@@ -416,3 +416,14 @@ class TestOpening:
 
 def _only_alias(self: Any, alias: str) -> None:
     self.alias = alias
+
+
+def test_a_failed_call_that_runs_again_is_answered_by_its_new_end(store):
+    complete(store, State.FAILED, message=b"message")
+    assert isinstance(ask(store), Settled)
+    assert store.requeue(KEY, deadline_ms=60_000, note="requeue by alice")
+    assert isinstance(verbs.reserve(store, fingerprint=FINGERPRINT), Held), "its message waits"
+    again = verbs.claim(store, fingerprint=FINGERPRINT, task_id="first")
+    assert isinstance(ask(store), Held)
+    assert settle(store, again)
+    assert ask(store).record.state is State.COMPLETED
