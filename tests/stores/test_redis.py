@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable
@@ -123,3 +124,17 @@ class TestCluster(RedisContract):
     @pytest.fixture
     def nodes(self, cluster_nodes: list[Server]) -> list[redis.Redis]:
         return [node.client for node in cluster_nodes]
+
+
+def test_entries_of_records_kept_shortly_do_not_pile_up_behind_those_kept_for_long(redis_store):
+    """Of one bucket the oldest entries, which a prune looks at first, are alive."""
+    names = in_one_bucket(400)
+    for each in names[:100]:
+        settle(redis_store, claim(redis_store, each), State.FAILED)
+    rest = iter(names[100:])
+    for _ in range(20):
+        for each in itertools.islice(rest, 15):
+            settle(redis_store, claim(redis_store, each), State.FAILED, keep_ms=1)
+        time.sleep(0.005)
+        redis_store.prune(limit=10_000)
+    assert redis_store.stats().failed < 200

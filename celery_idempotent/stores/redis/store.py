@@ -266,7 +266,7 @@ class RedisStore(base.Store):
                 looks += [(index, *some)] if some else []
             gone = self._exchange(*(_PRUNE.call(look, letters[look[0]]) for look in looks))
             pruned += sum(gone)
-            indexes = [look[0] for look, n in zip(looks, gone, strict=True) if 2 * n >= len(look)]
+            indexes = [look[0] for look, n in zip(looks, gone, strict=True) if 8 * n >= len(look)]
             most *= 2
         return pruned
 
