@@ -177,10 +177,26 @@ class Delivery(republish.DeliveredRun):
 
     def kept_message(self) -> bytes | None:
         """Return the message, where a record is to keep it; of one that is only observed, which ran, none."""
-        is_kept = self.policy.keep_message or self.keeps_failure
-        if self.request.is_eager or self.policy.mode == "observe" or not is_kept:
-            return self.message
+        if self.request.is_eager or self.policy.mode == "observe":
+            return None
+        if not (self.keeps_arguments or self.message):
+            return None
+        if self.newest is not None:
+            self.take_newest()
+            return self._dump_message()
         return self.message or self._dump_message()
+
+    @property
+    def keeps_arguments(self) -> bool:
+        """Does the record of a failure have the message, whose arguments the body may change?"""
+        return self.policy.keep_message or self.keeps_failure
+
+    def take_newest(self) -> None:
+        """Take the arguments of the newest call that this one stands for."""
+        if self.newest is not None and not self.request.retries:  # a retry has its own
+            newest = self.definition.codec.load_message(self.newest)
+            self.args, self.kwargs = newest.args, newest.kwargs
+            self.request.args, self.request.kwargs = newest.args, newest.kwargs  # for a retry
 
     def is_over_time(self) -> bool:
         """Does the hard time limit end the process? It comes as SIGTERM, a moment before SIGKILL."""
@@ -272,7 +288,7 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
         callbacks.settled_run.set(None)
     call = call_next or next_after_ours(run)
     body = partial(call, *run.args, **run.kwargs)
-    if run.policy.atomic or run.policy.on_duplicate == "replace":
+    if run.policy.atomic or run.keeps_arguments or run.policy.on_duplicate == "replace":
         body = partial(_call_as_it_is_now, call, run)
     try:
         while True:
@@ -287,12 +303,11 @@ def deliver(run: Delivery, call_next: Callable[..., object] | None = None) -> ob
 
 
 def _call_as_it_is_now(call: Callable[..., object], run: Delivery) -> object:
-    if run.newest is not None and not run.request.retries:  # a retry has its own
-        newest = run.definition.codec.load_message(run.newest)
-        run.args, run.kwargs = newest.args, newest.kwargs
-        run.request.args, run.request.kwargs = newest.args, newest.kwargs  # for a retry
-    # It may run again, or its message be published again: with the arguments as they were.
-    args, kwargs = copied(run.args, run.kwargs) if run.policy.atomic else (run.args, run.kwargs)
+    run.take_newest()
+    args, kwargs = run.args, run.kwargs
+    if run.policy.atomic or run.keeps_arguments:
+        # It may run again, or its message be published again: with the arguments as they were.
+        args, kwargs = copied(args, kwargs)
     return call(*args, **kwargs)
 
 

@@ -280,14 +280,16 @@ def _execute(app: AnyCelery, store: Store, request: OperationRequest, record: Re
         case "requeue":
             signal = signals.requeued
             # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-            done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, token=token, note=note)
+            # The state, too: a run that failed a moment ago is not what was seen.
+            seen = {"token": token, "state": record.state, "note": note}
+            done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, **seen)
         case "complete" | "fail" as operation:
             if operation == "fail":
                 error = FailedByOperator(f"{identity} was settled as failed by an operator.")
             done = sweep.end_record(app, record, error or request.value, note=note)
         case "forget":
             signal, past = signals.forgotten, "forgot"
-            # The state, too: a run that completed a moment ago is not what was seen.
+            # Likewise of a run that completed.
             done = store.forget(identity, token=token, state=record.state)
     done = done or _find_done(store, record, state, note)
     if not done:

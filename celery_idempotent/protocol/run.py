@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -298,10 +298,14 @@ def _start_newest(
             keep = partial(run.store.checkpoint, run.identity, token=run.token)
             _ask(run, until, keep, name=name, value=step)
         waited = _ask(run, until, start, token=found.token)
-    newest = [name for name in run.steps if name.startswith(f"~{run.task_id} ")]
-    if newest:
-        run.newest = run.steps[max(newest, key=lambda name: int(name.rpartition(" ")[2]))].body
+    run.newest = _newest_in(run, run.steps)
     return waited
+
+
+def _newest_in(run: Run, steps: Mapping[str, Stored]) -> bytes | None:
+    newest = [name for name in steps if name.startswith(f"~{run.task_id} ")]
+    latest = max(newest, key=lambda name: int(name.rpartition(" ")[2]), default=None)
+    return None if latest is None else steps[latest].body
 
 
 def refuse_unfinished(run: Run, value: Any) -> None:
@@ -408,7 +412,7 @@ def _refuse_poison(run: Run, record: Record) -> bool:
         )
     else:
         return False
-    run.record = record
+    run.record, run.newest = record, _newest_in(run, dict(record.steps))
     try:
         if run.store.settle(end_of(run, FAILED, error)):
             line = signals.FAILED_WITHOUT_RUN
@@ -429,10 +433,13 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
         dump = run.codec.dump_value if state is COMPLETED else run.codec.dump_error
         try:
             value = dump(outcome)
-            if state is FAILED:
-                message = run.kept_message()
         except Exception as error:  # noqa: BLE001  of classes of any kind
             log_not_kept(run.identity, state, error)
+    if state is FAILED:
+        try:
+            message = run.kept_message()
+        except Exception as error:  # noqa: BLE001  of arguments of any kind
+            logger.warning("idempotency: the message of %s is not kept: %s", run.identity, error)
     keep_ms = run.policy.settled_keep_ms
     if run.record.copies:  # they may wait in a queue for long
         keep_ms = max(keep_ms, COPIES_MS)
@@ -507,8 +514,14 @@ def _write_alone(run: Run, end: SettleRequest) -> bool:
         except Exception as error:
             is_away = isinstance(error, (errors.StoreUnavailable, VerbInterruptedError))
             # A server may close the connection at a large value, as if it were away.
-            is_large = end.value is not None and len(end.value.body) >= 64 * 1024
-            if end.value is not None and (is_large or not is_away):
+            size = len(end.message or b"") + (0 if end.value is None else len(end.value.body))
+            if size < 64 * 1024 and is_away:
+                raise
+            if end.message is not None:  # first what only an operator would miss
+                line = "idempotency: the message of %s is not kept: %s"
+                logger.warning(line, run.identity, error)
+                end = replace(end, message=None)
+            elif end.value is not None:
                 log_not_kept(run.identity, end.state, error)
                 end = replace(end, value=None)
             raise

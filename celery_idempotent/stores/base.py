@@ -211,10 +211,19 @@ class Store(ABC):
         return self._ask("mark_delivered", identity, args)
 
     def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
+        self,
+        identity: Identity,
+        *,
+        deadline_ms: int,
+        token: int | None = None,
+        state: State | None = None,
+        note: str = "",
     ) -> Record | None:
-        """Make an INTERRUPTED, FAILED or stale record with a message QUEUED, or the one with this ``token``."""
-        args = VerbArguments({"note": note}, b"", token=token, delay_ms=deadline_ms)
+        """Make an INTERRUPTED, FAILED or stale record with a message QUEUED, or the one with this ``token``.
+
+        ``state``: only from this state.
+        """
+        args = VerbArguments({"note": note}, b"", token=token, delay_ms=deadline_ms, state=state)
         return self._at(identity, lambda snapshot: self._do("requeue", snapshot, args)[1])
 
     def forget(

@@ -181,6 +181,7 @@ TABLE: tuple[Rule, ...] = (
 
     Rule("requeue", (None, QUEUED, State.COMPLETED), "", "none"),
     Rule("requeue", ANY, "another token", "none"),
+    Rule("requeue", (PROCESSING, INTERRUPTED, State.FAILED), "another state", "none"),
     Rule("requeue", (PROCESSING, INTERRUPTED, State.FAILED), "has no message", "none"),
     Rule("requeue", (State.FAILED,), "", "requeued", QUEUED, AGAIN, life="longer", resends=True),
     Rule("requeue", (PROCESSING,), "before its deadline, no token given", "none"),
