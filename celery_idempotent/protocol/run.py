@@ -50,6 +50,7 @@ from celery_idempotent.records import (
 from celery_idempotent.serializers import log_not_kept
 from celery_idempotent.signals import Call, report
 from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.table import COPIES_MS
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,6 @@ UNFINISHED = (CoroutineType, GeneratorType)
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
 #: A time that is over: the store is asked once.
 ONCE: Final = 0.0
-#: How long at least the end of a task is kept whose message was sent more than once.
-COPIES_MS = 24 * 3_600_000
 
 #: The outcomes of an observed task's duplicates, by the answer to the claim.
 _OBSERVED = {Held: signals.conflicted, Settled: signals.replayed, Mismatched: signals.mismatched}

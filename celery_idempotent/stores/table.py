@@ -41,6 +41,8 @@ HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps", "note", 
 MARK = ("copies",)
 #: How many task ids of such copies a record keeps.
 COPIES = 8
+#: How long at least the end of a task is kept whose message was sent more than once.
+COPIES_MS = 24 * 3_600_000
 CLAIM = (*HISTORY, "reserved")
 
 
@@ -335,7 +337,7 @@ def after(
     """Return the record that a rule stores; ``token`` is that of a new claim or reservation."""
     old = args.claim if stored is None else stored.record
     fields: Fields = {**args.fields, "attempts": rule.attempts, "updated_ms": now_ms}
-    delay_ms, carried = args.delay_ms or 0, rule.carried
+    delay_ms, keep_ms, carried = args.delay_ms or 0, args.keep_ms, rule.carried
     if rule.resends and stored is not None:
         delay_ms *= 2 ** min(stored.requeues, 10)  # usually a minute, at last 17 hours
     if rule.then != "as asked":
@@ -352,7 +354,10 @@ def after(
         if "attempts" in carried:
             fields["attempts"] += rule.attempts
         sent = (old.task_id,) if rule.resends else args.fields.get("copies", ())
-        if sent and (rule.resends or "copies" in carried):
+        if rule.verb == "settle" and old.copies:  # a sweep may have sent one since the claim
+            sent = sent or old.copies
+            keep_ms = max(keep_ms, COPIES_MS)
+        if sent and (rule.resends or rule.verb == "settle" or "copies" in carried):
             fields["copies"] = (*dict.fromkeys((*old.copies, *sent)),)[-COPIES:]
         if rule.swept:
             fields["swept"] = True
@@ -364,7 +369,7 @@ def after(
         if fields["fingerprint"] is None:
             fields["fingerprint"] = args.fields.get("fingerprint")
     record = Record(**fields)
-    expires_ms = now_ms + delay_ms + args.keep_ms
+    expires_ms = now_ms + delay_ms + keep_ms
     if stored is None:
         return StoredRecord(record, expires_ms, args.attempt or b"")
     if rule.life != "anew":

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_idempotent.records import Claimed, EndState, Held, Identity, Reserved, Selection, State
+from celery_idempotent.records import (
+    Claimed,
+    EndState,
+    Held,
+    Identity,
+    Reserved,
+    Selection,
+    Settled,
+    State,
+)
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     KEY,
@@ -66,6 +75,18 @@ class UpkeepContract(ContractBase):
         advance(self.lease_ms + self.keep_ms + 1)
         assert store.sweep(limit=10).interrupted == ()
         assert self.known(store, NAMES[:2]) == []
+
+    def test_an_owner_that_comes_back_settles_for_the_copy_that_a_sweep_sent(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """The copy may wait in its queue for longer than the end is usually kept."""
+        record = self.claim(store, task_id="first", on_stale="requeue", message=MESSAGE)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10, requeue_ms=self.lease_ms).requeued
+        assert self.renew(store, record)
+        assert self.settle(store, record, keep_ms=1)
+        advance(self.keep_ms)
+        assert isinstance(self.try_claim(store, task_id="first"), Settled)
 
     @pytest.mark.parametrize("on_stale", ["interrupt", "requeue"])
     def test_limited_sweeps_reach_everything_in_the_end(

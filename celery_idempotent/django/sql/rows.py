@@ -187,7 +187,8 @@ def settle_claim(session: Session, request: SettleRequest, *, first: str | None 
     before, now_ms, where = StoredRecord(record, 0), dialect.now_ms, OPEN
     settled = after(decide("settle", before, args, 0), before, args, 0, record.token)
     if first is None:
-        where = f"state = 'P' AND expires_ms > {now_ms}"
+        # After a crash that a sweep counted, the record may know of copies that the owner does not.
+        where = f"state = 'P' AND crashes = {record.crashes:d} AND expires_ms > {now_ms}"
     elif dialect.vendor == "postgresql":
         # What SET LOCAL has set is gone with the transaction that the claim's run began.
         where += " AND current_setting('celery_idempotent.token', true) = token::text"
