@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from celery_idempotent import signals
@@ -281,8 +282,8 @@ def _execute(app: AnyCelery, store: Store, request: OperationRequest, record: Re
             signal = signals.requeued
             # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
             # The state, too: a run that failed a moment ago is not what was seen.
-            seen = {"token": token, "state": record.state, "note": note}
-            done = store.requeue(identity, deadline_ms=sweep.REQUEUE_MS, **seen)
+            again = partial(store.requeue, identity, deadline_ms=sweep.REQUEUE_MS, note=note)
+            done = again(token=token, state=record.state)
         case "complete" | "fail" as operation:
             if operation == "fail":
                 error = FailedByOperator(f"{identity} was settled as failed by an operator.")

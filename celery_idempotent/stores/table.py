@@ -375,7 +375,8 @@ def after(
     if rule.life != "anew":
         expires_ms = stored.expires_ms + (delay_ms if rule.life == "longer" else 0)
     attempt = stored.attempt if args.attempt is None else args.attempt
-    requeues = stored.requeues + rule.resends if "created_ms" in carried else 0
+    is_same = "created_ms" in carried and rule.verb != "settle"  # the operation goes on
+    requeues = stored.requeues + rule.resends if is_same else 0
     return StoredRecord(record, expires_ms, attempt, requeues)
 
 

@@ -17,6 +17,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
+from celery_idempotent.stores import table
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     KEY,
@@ -28,6 +29,8 @@ from tests.contract.base import (
     all_at_once,
     crowd,
 )
+
+DAY_MS = 24 * 3_600_000
 
 
 class UpkeepContract(ContractBase):
@@ -77,9 +80,10 @@ class UpkeepContract(ContractBase):
         assert self.known(store, NAMES[:2]) == []
 
     def test_an_owner_that_comes_back_settles_for_the_copy_that_a_sweep_sent(
-        self, store: Store, advance: Advance
+        self, store: Store, advance: Advance, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The copy may wait in its queue for longer than the end is usually kept."""
+        monkeypatch.setattr(table, "COPIES_MS", DAY_MS)  # the model has none
         record = self.claim(store, task_id="first", on_stale="requeue", message=MESSAGE)
         advance(self.lease_ms + 1)
         assert store.sweep(limit=10, requeue_ms=self.lease_ms).requeued

@@ -105,7 +105,7 @@ def test_a_message_that_the_store_refuses_is_left_out(app, store, monkeypatch):
     def small(request: Any) -> bool:
         if request.message is not None:
             raise StoreMisconfigured("message takes more than half of max_allowed_packet")
-        return settle(request)
+        return bool(settle(request))
 
     monkeypatch.setattr(store, "settle", small)
     deliver(charge, "17")
