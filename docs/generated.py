@@ -117,7 +117,8 @@ def options() -> Iterator[tuple[str, str]]:
 
 
 def _options() -> str:
-    return "\n".join(f"- [`{name}`](#{name}): {default}" for name, default in options())
+    rows = [f"| [`{name}`](#{name}): {default} |" for name, default in options()]
+    return "\n".join(["| option: default |", "|---|", *rows])
 
 
 def supported() -> list[tuple[str, str]]:
