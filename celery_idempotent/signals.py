@@ -237,6 +237,7 @@ def report(
     Without ``has_writer`` the caller writes the counters: a worker's main process, which forks, has no thread.
     """
     store = call.store
+    error = details["error"] if "error" in details else None  # noqa: SIM401 - get() is a call more
     if store is not None:
         counts = counters.counts.get(store)
         if counts is None:
@@ -244,7 +245,6 @@ def report(
         counts[call.name, outcome.counter] += 1
         if outcome is settled and details["state"] is State.FAILED:
             counts[call.name, "failed"] += 1
-        error = details["error"] if "error" in details else None  # noqa: SIM401 - get() is a call more
         if error is not None and (outcome is settled or outcome is released):
             # A run that raised leaves no record.
             ended = "failed" if outcome is settled else "released"
@@ -255,7 +255,7 @@ def report(
         line = details.pop("line")
     elif outcome is claimed and record is not None and record.crashes:
         line = _CLAIMED_AGAIN
-    elif outcome is released and "error" in details and details["error"] is not None:
+    elif outcome is released and error is not None:
         line = _RAISED
     else:
         line = outcome.observed if details.get("observed") else outcome.line
