@@ -27,7 +27,8 @@ class Mutant:
 def mutants() -> list[Mutant]:
     """Return all mutants; a group is a file."""
     return [
-        Mutant(**{**each, "group": path.stem, "killers": tuple(each["killers"])})
+        Mutant(**{**each, "group": path.stem, "file": file, "killers": tuple(each["killers"])})
         for path in sorted(Path(__file__).parent.glob("*.yaml"))
-        for each in yaml.load(path.read_text(), Loader=_Loader)
+        for file, bugs in yaml.load(path.read_text(), Loader=_Loader).items()
+        for each in bugs
     ]
