@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from tests.proof.chaos.tasks import CANVASES, EACH_RUNS, LEASE
@@ -88,16 +89,22 @@ class Checker:
                     faults[note["n"]]["explains"] = "away, lost"  # a replica becomes the master
             elif note["what"] == "struck":
                 faults[note["n"]]["hit"] = note["hit"]
-            elif note["what"] == "healed":
+            elif note["what"] == "healed" and note["n"] in faults:
                 faults[note["n"]]["end"] = note["t"]
             elif note["what"] == "missed":
-                self.missed.append(f"{faults[note['n']]['fault']}: {note['why']}")
+                fault = faults[note["n"]]
+                self.missed.append(f"{fault['fault']}: {note['why']}")
+                if fault["hit"] == ():  # it struck nobody, and explains nothing
+                    del faults[note["n"]]
             elif note["what"] == "ended":
                 causes = [each for each in faults.values() if _ends_worker(each, note)]
                 if not causes:
                     self.wrong.append(f"{note['name']} ended by itself, with {note['code']}")
                 name = f"a worker's end after {causes[-1]['fault'] if causes else 'nothing'}"
-                about = {"fault": name, "explains": "died", "hit": note["pids"]}
+                # Until it ends, a process that a signal struck may claim and run.
+                struck = [each for each in causes if note["pids"][0] in each["hit"]]
+                hit = {*note["pids"], *(pid for each in struck for pid in each["hit"])}
+                about = {"fault": name, "explains": "died", "hit": hit}
                 ended.append({"t": note["t"] - 5, "end": note["t"], **about})
         return [*faults.values(), *ended]
 
@@ -196,6 +203,8 @@ class Checker:
     def _of_double(self, first: Note, second: Note) -> str:
         if first["token"] == second["token"] or "id" not in first or first["id"] != second["id"]:
             return ""  # by one claim, in a transaction, or under two keys
+        # The effect of a process that was frozen comes after that of the next claim.
+        first, second = sorted((first, second), key=itemgetter("token"))
         end = self._ends.get((first["id"], first["token"]))
         if end is not None and end["verb"] == "settled" and end["t"] < second["t"]:
             return self._data_lost(end["t"], second["t"]) or self._mark_lost(first, second)

@@ -20,6 +20,8 @@ CALL = {
 }
 KILL = {"what": "strike", "n": 0, "fault": "child killed", "explains": "died"}
 
+MISSED = {"t": 3.1, "what": "missed", "n": 0, "why": "IndexError: no child"}
+
 
 def verb(t: float, name: str, token: int, pid: int = 7) -> dict[str, Any]:
     return {
@@ -85,9 +87,26 @@ def test_a_kill_between_an_effect_and_its_settle_explains_the_second_effect() ->
     assert found.doubled == ["doubled: keyed k at 1.1 s and 8.1 s: child killed at 2.0 s"]
 
 
+def test_the_first_effect_of_a_frozen_process_may_come_after_the_second() -> None:
+    claims = (verb(2, "claimed", 1), verb(9, "claimed", 2, pid=8))
+    freeze = ({"t": 2, **KILL, "explains": "frozen"}, kill(2)[1], kill(9.2)[2])
+    found = check(*claims, effect(9.1, 2), effect(9.2, 1), *freeze)
+    assert not found.wrong
+    assert found.doubled
+
+
+def test_a_process_that_was_struck_may_claim_until_it_ends() -> None:
+    struck = {"t": 0.2, "what": "struck", "n": 0, "hit": [6, 7]}
+    end = {"t": 5, "what": "ended", "name": "w0", "pids": [6], "code": 0}
+    found = check({"t": 0.1, **KILL}, struck, {"t": 0.3, "what": "healed", "n": 0}, *TWICE, end)
+    assert not found.wrong
+    assert found.doubled
+
+
 def test_a_message_that_nobody_claimed_may_be_lost_on_redis_alone() -> None:
     assert check(*kill(3), broker="redis").lost
     assert check(*kill(3)).wrong
+    assert check({"t": 3, **KILL}, MISSED, broker="redis").wrong
 
 
 def test_a_seed_makes_the_same_plan() -> None:
