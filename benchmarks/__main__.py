@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import (
+    databases,
     http,
     instructions,
     peers,
-    postgresql,
     publish,
     report,
     saturation,
@@ -31,7 +31,7 @@ _BENCHMARKS = {
     "worker": (worker.run, "Worker time of an empty task, from one start to the next"),
     "publish": (publish.run, "Time of apply_async"),
     "peers": (peers.run, "Other libraries, and ours"),
-    "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
+    "sql": (sql.run, "Time of a verb on a database, p50"),
     "http": (http.run, "User-space instructions that a door adds to a request"),
     "instructions": (instructions.run, "User-space instructions"),
     "server": (server.run, "Instructions of the server for a task"),
@@ -52,7 +52,7 @@ def main(
     """Measure what IdempotentTask costs, against celery.Task in the same run, on a Redis of its own. Each figure is a
     median, beside it the quartiles.
 
-    Without names: all; http, instructions, server only with valgrind and without --quick, sql only with a PostgreSQL.
+    Without names: all; http, instructions, server only with valgrind and without --quick, sql only with a database.
     """
     chosen = names or [name for name in _BENCHMARKS if _possible(name, quick=quick)]
     seed = secrets.randbelow(10_000) if seed is None else seed
@@ -92,7 +92,7 @@ def main(
 def _possible(name: str, *, quick: bool) -> bool:
     if name in ("http", "instructions", "server"):
         return instructions.available() and not quick
-    return name != "sql" or postgresql.available()
+    return name != "sql" or bool(databases.available())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times the verbs on PostgreSQL in a process of its own."""
+"""Times the verbs on one database in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from celery import Celery
 from django.db import transaction
 
+from benchmarks.databases import execute, open_database
 from benchmarks.operations import (
     KEEP_MS,
     RESULT,
@@ -22,26 +24,36 @@ from benchmarks.operations import (
     settle,
     time_in_rounds,
 )
-from benchmarks.postgresql import execute, open_database
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 
-_TABLE = (
-    "CREATE TABLE bare (digest bytea PRIMARY KEY, token bigint NOT NULL, state char NOT NULL,"
-    " key text NOT NULL, value bytea) WITH (fillfactor = 70)"
-)
-_INSERT = (
-    "INSERT INTO bare VALUES (%s, %s, 'P', %s) ON CONFLICT (digest) DO NOTHING RETURNING token"
-)
+#: What a statement by hand needs, by server.
+_TABLES = {
+    "PostgreSQL": "CREATE TABLE bare (digest bytea PRIMARY KEY, token bigint NOT NULL, state char NOT NULL,"
+    " name text NOT NULL, value bytea) WITH (fillfactor = 70)",
+    "MariaDB": "CREATE TABLE bare (digest binary(16) PRIMARY KEY, token bigint NOT NULL,"
+    " state char NOT NULL, name text NOT NULL, value blob)",
+}
+_INSERTS = {
+    "PostgreSQL": "INSERT INTO bare VALUES (%s, 17, 'P', %s, NULL) ON CONFLICT (digest) DO NOTHING",
+    "MariaDB": "INSERT IGNORE INTO bare VALUES (%s, 17, 'P', %s, NULL)",
+}
 _LOCK = "SELECT state FROM bare WHERE digest = %s AND token = %s FOR UPDATE"
 _UPDATE = "UPDATE bare SET state = 'C', value = %s WHERE digest = %s AND token = %s"
 
 
-def main(rounds: int, calls: int, seed: int) -> None:
-    with open_database():
+def main(server: str, rounds: int, calls: int, seed: int) -> None:
+    with open_database(server):
+        from celery_idempotent.django import outbox
         from celery_idempotent.django.store import DjangoStore
 
-        execute(_TABLE)
+        execute(_TABLES[server])
+        insert = functools.partial(execute, _INSERTS[server])
         store, free = DjangoStore(), map(identity, itertools.count())
+        app = Celery("bench", broker="memory://", set_as_current=False)
+        app.conf.idempotency_store = "django://default"
+
+        @app.task(ignore_result=True)
+        def plain() -> None: ...
 
         def by_hand(pair: Callable[[str, bytes], None]) -> Callable[[], Call]:
             """Each call has a key of its own, and the digest of that."""
@@ -52,36 +64,46 @@ def main(rounds: int, calls: int, seed: int) -> None:
 
             return prepare
 
+        def bare(key: str, digest: bytes) -> None:
+            insert((digest, key))
+            execute(_UPDATE, (RESULT.body, digest, 17))
+
+        def in_transaction(key: str, digest: bytes) -> None:
+            """What an atomic run promises: a claim that others see, a lock, an end that commits with the writes."""
+            insert((digest, key))
+            with transaction.atomic():
+                execute(_LOCK, (digest, 17))
+                execute(_UPDATE, (RESULT.body, digest, 17))
+
+        def published(key: str, digest: bytes) -> None:
+            with transaction.atomic():
+                insert((digest, key))
+                transaction.on_commit(lambda: plain.apply_async())
+
+        def staged(key: str, digest: bytes) -> None:
+            with transaction.atomic():
+                insert((digest, key))
+                outbox.stage(plain)
+
         def completed() -> Record:
             record = claim(store, next(free))
             settle(store, record)
             return record
 
         operations: dict[str, Callable[[], Call]] = {
-            "bare INSERT and UPDATE": by_hand(_bare),
-            "a transaction by hand": by_hand(_transaction),
+            "bare INSERT and UPDATE": by_hand(bare),
+            "a transaction by hand": by_hand(in_transaction),
             "claim and settle": lambda: functools.partial(_pair, store, next(free)),
             "in the task's own transaction": lambda: functools.partial(_atomic, store, next(free)),
             "claim of a completed key (replay)": lambda: prepared_claim(
                 store, completed().identity
             ),
             "renew": lambda: prepared_renew(store, claim(store, next(free))),
+            "INSERT, COMMIT, publish": by_hand(published),
+            "INSERT and outbox, COMMIT, publish": by_hand(staged),
         }
         time_in_rounds(operations, rounds, calls, seed)
         store.close()
-
-
-def _bare(key: str, digest: bytes) -> None:
-    execute(_INSERT, (digest, 17, key))
-    execute(_UPDATE, (RESULT.body, digest, 17))
-
-
-def _transaction(key: str, digest: bytes) -> None:
-    """What an atomic run promises: a claim that others see, a lock meanwhile, an end that commits with the writes."""
-    execute(_INSERT, (digest, 17, key))
-    with transaction.atomic():
-        execute(_LOCK, (digest, 17))
-        execute(_UPDATE, (RESULT.body, digest, 17))
 
 
 def _pair(store: Any, identity: Identity) -> None:
@@ -96,4 +118,4 @@ def _atomic(store: Any, identity: Identity) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))
