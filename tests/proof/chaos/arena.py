@@ -124,14 +124,15 @@ class Arena:
             return list(cursor.fetchall()) if cursor.description else []
 
     def notes(self) -> list[dict[str, Any]]:
-        """Return what was noted, and the effects that are in the database."""
+        """Return what was noted, the effects that are in the database, and what the Sentinel did."""
         rows: list[tuple[Any, ...]] = []
         if self.servers.databases:
             rows = self.query("SELECT unit, token, task FROM chaos_effects")
         found = [
             {"t": 0.0, "what": "effect", "unit": unit, "token": token} for unit, token, _ in rows
         ]
-        return self._lines.read() + found
+        split = [{"t": t, "what": "split", "end": end} for t, end in self.servers.two_masters()]
+        return self._lines.read() + found + split
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ class Checker:
                 self.missed.append(f"{fault['fault']}: {note['why']}")
                 if fault["hit"] == ():  # it struck nobody, and explains nothing
                     del faults[note["n"]]
+            elif note["what"] == "split":
+                ended.append({**note, "fault": "two masters", "explains": "lost", "hit": ()})
             elif note["what"] == "ended":
                 causes = [each for each in faults.values() if _ends_worker(each, note)]
                 if not causes:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,24 @@ class Servers:
         found: Any = self._sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "chaos")
         self.deposed = next(each for each in self.stores if each.port == int(found[1]))
         self.deposed.kill()
+
+    def two_masters(self) -> list[tuple[float, float]]:
+        """Say when a master that was replaced still took writes: from the change until a Sentinel made it a replica.
+
+        What a client with an open connection writes there is lost.
+        """
+        found, began = [], 0.0
+        for home in self.directory.glob("sentinel[0-9]*"):
+            for line in (home / "log").read_text(errors="replace").splitlines():
+                stamp, _, event = line.partition(" # " if " # " in line else " * ")
+                if event.startswith(("+switch-master", "+convert-to-slave")):
+                    day = " ".join(stamp.split()[1:])
+                    local = datetime.strptime(day, "%d %b %Y %H:%M:%S.%f")  # noqa: DTZ007
+                    at = local.timestamp()
+                    if began and event.startswith("+convert"):
+                        found.append((began, at))
+                    began = at if event.startswith("+switch") else 0.0
+        return found
 
     def _open_postgresql(self) -> str:
         port, user = free_port(), "nobody" if os.geteuid() == 0 else ""

@@ -95,6 +95,12 @@ def test_the_first_effect_of_a_frozen_process_may_come_after_the_second() -> Non
     assert found.doubled
 
 
+def test_what_the_master_took_that_was_replaced_is_lost() -> None:
+    again = (*ONCE, verb(5, "claimed", 2), effect(5.1, 2))
+    assert check(*again).wrong
+    assert not check(*again, {"t": 1.5, "what": "split", "end": 4.0}).wrong
+
+
 def test_a_process_that_was_struck_may_claim_until_it_ends() -> None:
     struck = {"t": 0.2, "what": "struck", "n": 0, "hit": [6, 7]}
     end = {"t": 5, "what": "ended", "name": "w0", "pids": [6], "code": 0}
