@@ -12,9 +12,13 @@ import reprlib
 class IdempotencyError(Exception):
     """An idempotent task could not be handled."""
 
+    #: The attributes that ``details`` become.
+    _names: tuple[str, ...] = ()
+
     def __init__(self, message: str | None = None, *details: object) -> None:
         message = (type(self).__doc__ or "").split("\n", 1)[0] if message is None else message
         super().__init__(message, *details)
+        vars(self).update(zip(self._names, details, strict=False))
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -50,15 +54,9 @@ class InProgress(IdempotencyError):
     ``task_id`` is the holder's task id; in ``expires_in`` seconds its lease runs out, unless it is renewed.
     """
 
-    def __init__(
-        self,
-        message: str | None = None,
-        task_id: str | None = None,
-        expires_in: float | None = None,
-    ) -> None:
-        super().__init__(message, task_id, expires_in)
-        self.task_id = task_id
-        self.expires_in = expires_in
+    _names = ("task_id", "expires_in")
+    task_id: str | None = None
+    expires_in: float | None = None
 
 
 class DuplicateCall(IdempotencyError):
@@ -67,12 +65,9 @@ class DuplicateCall(IdempotencyError):
     ``task_id`` is the first call's task id, ``state`` that of its record.
     """
 
-    def __init__(
-        self, message: str | None = None, task_id: str | None = None, state: str | None = None
-    ) -> None:
-        super().__init__(message, task_id, state)
-        self.task_id = task_id
-        self.state = state
+    _names = ("task_id", "state")
+    task_id: str | None = None
+    state: str | None = None
 
 
 class LeaseLost(IdempotencyError):
@@ -82,9 +77,8 @@ class LeaseLost(IdempotencyError):
 class TooManyCrashes(IdempotencyError):
     """The task crashed its worker too often and is not run again."""
 
-    def __init__(self, message: str | None = None, crashes: int | None = None) -> None:
-        super().__init__(message, crashes)
-        self.crashes = crashes
+    _names = ("crashes",)
+    crashes: int | None = None
 
 
 class ProcessingTimedOut(IdempotencyError):

@@ -85,18 +85,3 @@ def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: st
         maybe_signature(with_tasks(link, with_id, (index,)), app=app)
         for index, link in enumerate(maybe_list(links))
     ]
-
-
-def with_dumped_models(app: Celery, signature: AnySignature) -> AnySignature:
-    """Return a copy of a canvas with the arguments that its messages will carry."""
-
-    def change(task: AnySignature, _: Place) -> AnySignature:
-        # Celery < 5.7 sends models as they are.
-        dump = getattr(app.tasks.get(str(task.get("task"))), "_dump_pydantic_arguments", None)
-        if dump is None:
-            return task
-        args, kwargs = dump(task.get("args"), task.get("kwargs"))
-        return {**task, "args": args, "kwargs": kwargs}
-
-    changed: AnySignature = with_tasks(signature, change)
-    return changed

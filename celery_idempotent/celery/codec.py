@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from celery.canvas import Signature
 from celery.result import ResultBase
 
-from celery_idempotent.celery.canvas import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
@@ -103,7 +102,7 @@ class TaskCodec:
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize a message that a sweep may publish again; ``None`` if that fails."""
         try:
-            return to_bytes(self._messages.dump(dict(with_dumped_models(self._app, signature))))
+            return to_bytes(self._messages.dump(dict(signature)))
         except NotStored as problem:
             logger.warning(
                 "idempotency: the message of %s cannot be stored (%s), so it is not requeued after a crash",

@@ -12,20 +12,17 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import typing
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import UnionType
 from typing import TYPE_CHECKING, Any
 
-import celery.app.base
 from celery import Task
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.typed import AnyTask, TaskBase
-from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
-from celery_idempotent.keys.rules import Identifier, Validate
+from celery_idempotent.errors import IdempotencyError, InvalidKey
+from celery_idempotent.keys.rules import Identifier
 from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol.options import KNOWN, Policy, read_task_options, refuse_unknown
 from celery_idempotent.settings import PREFIX, own_settings
@@ -49,6 +46,8 @@ class Definition:
     #: The task has a rule for its key, for its scope.
     keyed: bool
     scoped: bool
+    #: Celery dumps the models among its arguments.
+    takes_models: bool
     #: The ``__call__`` of a base after ours.
     call_behind: Callable[..., object] | None
     #: Its settle may store the result.
@@ -114,7 +113,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     """Return the definition of ``task``; ``base``: the class whose ``__call__`` and ``backend`` this serves.
 
     Raises:
-        InvalidOption: for an unknown or bad option, or a coroutine or generator function that no base runs.
+        InvalidOption: for an unknown or bad option.
     """
     name = str(task.name)
     refuse_unknown(own_settings(app), KNOWN, where="the app", prefix=PREFIX)
@@ -122,8 +121,6 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     # The call that waits stands for later ones, whatever their arguments.
     if policy.publish_once == "until_start":
         about.setdefault("fingerprint", None)
-    if policy.mode != "off":
-        _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
     first = next(each for each in behind if "__call__" in vars(each))
     signature = inspect.signature(object.__new__(task).run)
@@ -131,65 +128,15 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         app=app,
         name=name,
         policy=policy,
-        identifier=Identifier(name, signature, validate=validation_of(task), **about),
+        identifier=Identifier(name, signature, **about),
         codec=TaskCodec(app, name, policy),
         keyed=about.get("key") is not None,
         scoped=about.get("scope") is not None,
+        takes_models=getattr(task, "_dump_pydantic_arguments", None) is not None,
         call_behind=None if first is Task else vars(first)["__call__"],
         fuses=policy.mode == "enforce"
         and inspect.getattr_static(task, "backend") is vars(base)["backend"],
     )
-
-
-def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
-    """Refuse a body that returns before it has run, unless a base runs it."""
-    run = inspect.getattr_static(task, "run")
-    body = getattr(run, "__func__", run)
-    bases = (each for each in task.__mro__ if each not in (base, Task))
-    is_coroutine = inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body)
-    is_unfinished = is_coroutine or inspect.isgeneratorfunction(body)
-    if not is_unfinished or any("__call__" in vars(each) for each in bases):
-        return
-    refused = InvalidOption(
-        f"Task {task.name} is a coroutine or generator function: Celery would store what it returns before its body "
-        "has run, and its record would be COMPLETED. Run it within the task (asyncio.run(…)), give the task a base "
-        'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
-    )
-    if not observed:
-        raise refused
-    logger.warning("idempotency: observed: a task would have been refused: %s", refused)
-
-
-def validation_of(task: type[AnyTask]) -> Validate | None:
-    """Return a function that validates the models among a task's arguments, if Celery does."""
-    run = inspect.getattr_static(task, "run")
-    run = getattr(run, "__func__", run)
-    # Celery's wrapper that validates is the only run() from this module.
-    if getattr(run, "__globals__", None) is not vars(celery.app.base):
-        return None
-    body = inspect.unwrap(run)
-    try:  # as Celery reads them
-        hints = typing.get_type_hints(body)
-    except (NameError, AttributeError, TypeError):
-        hints = {n: each.annotation for n, each in inspect.signature(body).parameters.items()}
-    models = {name: model for name, hint in hints.items() if (model := _model_of(hint))}
-
-    def validate(given: Mapping[str, object]) -> Mapping[str, object]:
-        named = {n: given[n] for n in models if given.get(n) is not None}
-        try:
-            return {**given, **{n: models[n].model_validate(each) for n, each in named.items()}}
-        except Exception:  # noqa: BLE001  validators are the user's code
-            return given  # the task will raise it
-
-    return validate if models else None
-
-
-def _model_of(hint: Any) -> Any:
-    """Return the model of an annotation ``Order`` or ``Order | None``."""
-    if typing.get_origin(hint) in (typing.Union, UnionType):
-        kinds = [each for each in typing.get_args(hint) if each is not type(None)]
-        hint = kinds[0] if len(kinds) == 1 else None
-    return hint if isinstance(hint, type) and hasattr(hint, "model_validate") else None
 
 
 #: The apps whose task modules are imported, or are being imported.

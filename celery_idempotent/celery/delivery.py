@@ -65,19 +65,6 @@ def _current_id() -> str | None:
     return getattr(getattr(get_current_task(), "request", None), "id", None)
 
 
-class _OfReplays(type):
-    def __instancecheck__(cls, error: object) -> bool:
-        by = getattr(error, "idempotency_replayed", False)
-        return by and by == _current_id()
-
-
-class Replayed(Exception, metaclass=_OfReplays):
-    """Any stored error, in the duplicate that raises it: the first call logged it as an error.
-
-    A class, because ``throws`` of a task may stand behind ``except``.
-    """
-
-
 class Delivery(republish.DeliveredRun):
     """One delivery of a message, or one eager call."""
 
@@ -245,8 +232,6 @@ class Delivery(republish.DeliveredRun):
             token = record.token if own else None
             callbacks.expect_callbacks(self, record.state, token, age_ms=age_ms)
         if error is not None:
-            with suppress(AttributeError):  # a frozen dataclass
-                error.idempotency_replayed = not own and request.id  # type: ignore[attr-defined]
             raise error
         # Celery's tracer compares what is there already: its own success, or STARTED.
         if self.definition.fuses and not (own or self.task.track_started):

@@ -36,8 +36,8 @@ STATES = ("any", "live", "stale", *State.__members__)
 
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
-#: How long the result backend is asked about a task, and how far back a chain is followed.
-BACKEND_SECONDS, MOST_STEPS = 2.0, 100
+#: How long the result backend is asked about a task.
+BACKEND_SECONDS = 2.0
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
@@ -73,9 +73,7 @@ def look(
     return replace(page, records=tuple(found.values()), looked_at=looked_at)
 
 
-def find(
-    app: AnyCelery, store: Store, text: str, selection: Selection, namespaces: Sequence[str]
-) -> list[Record]:
+def find(store: Store, text: str, selection: Selection, namespaces: Sequence[str]) -> list[Record]:
     """Return the records with this key; if there are none, those of this task id, without a long scan."""
     spaces = [selection.namespace] if selection.namespace else namespaces
     every = [
@@ -86,10 +84,8 @@ def find(
     ]
     if found := read_whole(store, every):
         return found
-    told = read_whole(store, _told_by_celery(app, text, spaces))
     unfinished = replace(selection, states=UNFINISHED_AND_FAILED)
-    ours = [each for each in told if each.task_id == text]
-    return ours or find_task(store, text, unfinished, FIND_SECONDS)
+    return find_task(store, text, unfinished, FIND_SECONDS)
 
 
 def find_task(store: Store, task_id: str, selection: Selection, seconds: float) -> list[Record]:
@@ -113,22 +109,6 @@ def celery_meta(app: AnyCelery, task_id: str) -> Mapping[str, Any]:
         asking.start()
         asking.join(BACKEND_SECONDS)
     return dict(found)
-
-
-def _told_by_celery(app: AnyCelery, task_id: str, namespaces: Iterable[str]) -> Iterator[Identity]:
-    """Yield the identities that a task can have by what the result backend knows."""
-    meta = celery_meta(app, task_id)
-    for each in definitions(app, load=True):
-        if each.name == meta.get("name"):  # result_extended
-            with contextlib.suppress(Exception):  # of the task's own functions
-                yield each.identify(meta["args"], meta["kwargs"], task_id=task_id).identity
-    seen = {task_id}  # a call with the id of its caller is its own parent
-    while (first := meta.get("parent_id")) and first not in seen and len(seen) < MOST_STEPS:
-        seen.add(first)
-        # A chain's last step has the id of the first in its key.
-        for namespace in namespaces:
-            yield Identity(namespace=namespace, key=task_id_key(f"{task_id}/{first}"))
-        meta = celery_meta(app, first)
 
 
 def namespaces(app: AnyCelery) -> list[str]:

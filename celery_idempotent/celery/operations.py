@@ -223,7 +223,7 @@ def operate_or_raise(app: AnyCelery, identity: Identity, request: OperationReque
             raise InProgress(
                 f"{identity} is held by {record.owner}, and was left alone ({operation}): wait for its end, or give"
                 " force=True and a reason.",
-                task_id=record.task_id,
+                record.task_id,
             )
         if outcome is not Outcome.CHANGED:  # else look again
             return True

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: In a stamp: how often a message was republished for a conflict, a store failure, or callbacks that were not sent; and
-#: the token of the holder whose conflicts are counted. The user's ``max_retries`` is not consumed.
+#: In a stamp: how often a message was republished for a conflict, a store failure, or callbacks that were not sent. The
+#: user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES, UNDELIVERED = "conflicts", "store_failures", "undelivered"
-HOLDER = "holder"
 
 #: The longest countdown for each, in seconds.
 _LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
@@ -89,8 +88,7 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     # The operation of a redelivery has begun before its expiry.
     how: Options = {"expires": None} if is_redelivery else {}
     line = "is republished with a countdown of %(countdown).1f s (conflict %(count)d): %(reason)s"
-    how |= {"left": left, "holder": record.token}
-    again = _republish(run, CONFLICTS, line, reason=message, **how)
+    again = _republish(run, CONFLICTS, line, reason=message, left=left, **how)
     if is_redelivery:
         raise Ignore(message)
     raise Retry(message, exc=error, when=again.options["countdown"], sig=again)
@@ -143,26 +141,17 @@ def _republish(
     return again
 
 
-def _again(
-    run: DeliveredRun,
-    counter: str,
-    *,
-    left: float | None = None,
-    holder: int | None = None,
-    **options: Any,
-) -> Sig:
-    """Return this message with a countdown, counted in its stamp; the count starts anew with another holder.
+def _again(run: DeliveredRun, counter: str, *, left: float | None = None, **options: Any) -> Sig:
+    """Return this message with a countdown, counted in its stamp.
 
     While a countdown lasts, the message is not acknowledged: it stays well under the visibility timeout.
     """
     task, request = run.task, run.request
     headers = as_mapping(request.headers)
-    known = read_stamp(headers, request.id)
-    before = known.get(counter) if holder in (None, known.get(HOLDER)) else 0
+    before = read_stamp(headers, request.id).get(counter)
     count = before + 1 if isinstance(before, int) else 1
-    more = {counter: count} if holder is None else {HOLDER: holder, counter: count}
     # If publishing fails, this delivery asks again with this stamp.
-    request.headers = with_stamp(headers, str(request.id), more=more)
+    request.headers = with_stamp(headers, str(request.id), more={counter: count})
     longest = min(_LONGEST[counter], unacknowledged_s(task))
     if left is not None:
         longest = min(longest, max(left, 0.1))

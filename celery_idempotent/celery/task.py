@@ -23,7 +23,6 @@ from celery_idempotent.celery.definition import (
 from celery_idempotent.celery.delivery import (
     RUN,
     Delivery,
-    Replayed,
     deliver,
     delivery_of,
     next_after_ours,
@@ -97,7 +96,7 @@ class IdempotentTask(DefinedTask):
                 if getattr(cls, option) is None and not is_explicit(app, f"task_{option}"):
                     setattr(cls, option, True)
             # Expected: Celery logs them at INFO, without a traceback.
-            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress, Replayed)
+            expected = (*maybe_list(cls.throws), FingerprintMismatch, InProgress)
             cls.throws = tuple(dict.fromkeys(expected))
         app = real_app(app)
         bound: Celery = super().bind(app)
@@ -162,6 +161,7 @@ class IdempotentTask(DefinedTask):
         definition = self.idempotency_definition()
         if definition is None:
             return super().apply(args, kwargs, *rest, **options)
+        args, kwargs = publishing.as_sent(self, args, kwargs)
         publishing.stamp_call(definition, args, kwargs, options, eager=True)
         with shields.get(get_ident(), NO_SHIELD).around_eager_call():
             result = super().apply(args, kwargs, *rest, **options)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A claim may reach the store so many seconds after the end of its child is known.
-LATE = 5.0
 _POLL, _LONGEST_POLL = 0.02, 1.0
 
 
@@ -104,25 +102,23 @@ class Request(CeleryRequest):
             # Made here: the thread must not import its modules.
             if not get_store(task.app).safe_beside_forks:
                 return  # the lease ends the claim
-            looked = threading.Event()
-            work = partial(interrupt_claim, task, identity, self.id, pid, looked)
-            threading.Thread(target=work, name="idempotency-background", daemon=True).start()
+            work = partial(interrupt_claim, task, identity, self.id, pid)
+            thread = threading.Thread(target=work, name="idempotency-background", daemon=True)
+            thread.start()
             if gone(pid):
                 # Before the message goes back. The pool kills a living child only when this has returned.
-                looked.wait(0.25)
+                thread.join(0.25)
         except Exception:
             logger.exception(
                 "idempotency: could not handle task %s of a lost child process", self.id
             )
 
 
-def interrupt_claim(
-    task: DefinedTask, identity: Identity, task_id: str, pid: int, looked: threading.Event
-) -> None:
-    """Wait for the end of a child, then interrupt its claim; ``looked`` is set once the record was read since.
+def interrupt_claim(task: DefinedTask, identity: Identity, task_id: str, pid: int) -> None:
+    """Wait for the end of a child, then interrupt its claim.
 
-    A claim may reach the store late: a key without a holder is read again for some seconds. This thread must not import
-    anything: a child that the pool forks meanwhile would find the module's lock taken for ever.
+    This thread must not import anything: a child that the pool forks meanwhile would find the module's lock taken for
+    ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
     interrupt = partial(_interrupt, task, get_store(task.app), identity, task_id, pid)
@@ -131,32 +127,25 @@ def interrupt_claim(
             if time.monotonic() > give_up:
                 return
             time.sleep(_POLL)
-        late_until, looks = min(time.monotonic() + LATE, give_up), 0
-        while not backoff.persist(interrupt, until=give_up, longest=_LONGEST_POLL):
-            looked.set()
-            looks += 1
-            if not backoff.pause(looks, until=late_until, first=_POLL, longest=_LONGEST_POLL):
-                return
+        backoff.persist(interrupt, until=give_up, longest=_LONGEST_POLL)
     except Exception as error:  # noqa: BLE001  best effort
         line = "idempotency: could not interrupt %s, its lease will end it: %s"
         logger.warning(line, identity, error)
-    finally:
-        looked.set()
 
 
-def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str, pid: int) -> bool:
-    """Interrupt the claim if it is that child's; ``False`` if the claim may be still to come.
+def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str, pid: int) -> None:
+    """Interrupt the claim if it is that child's.
 
     A pid may be given out twice, and the message delivered to the second child that has it. Hence this order::
 
         read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
     """
     record = store.get(identity)
-    if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
-        return False
+    if record is None or not gone(pid):
+        return
     held = State.PROCESSING, task_id, worker_name(pid)
-    if (record.state, record.task_id, record.worker) != held or not gone(pid):
-        return True
+    if (record.state, record.task_id, record.worker) != held:
+        return
     if record.on_stale == "interrupt" or (task.acks_late and task.reject_on_worker_lost):
         # Else its message is gone: the sweep does what the task wants once the lease is over.
         record = store.interrupt(identity, token=record.token)
@@ -164,7 +153,6 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
             why = f"its process {pid} is gone"
             report_record(task.app, signals.interrupted, record, state=record.state, reason=why)
             counters.write()
-    return True
 
 
 def gone(pid: int) -> bool:

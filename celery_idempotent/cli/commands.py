@@ -297,6 +297,7 @@ def _show(app: Celery, key: str, value: bool, **given: Any) -> None:
             "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
             "message": record.message is not None,
             "steps": [name for name, _ in record.steps],
+            **{name: getattr(record, name) for name in ("copies", "swept", "uncommitted")},
             "explanation": asdict(told),
             "elsewhere": [_object_of(app, each, now_ms) for each in others],
         }
@@ -326,7 +327,7 @@ def _find(
     if not text:
         raise click.UsageError("KEY is empty.")
     named, store = _selection(app, task=task, scope=scope, key=text), get_store(app)
-    meant = finding.find(app, store, text, named, finding.namespaces(app))
+    meant = finding.find(store, text, named, finding.namespaces(app))
     others: list[Record] = []
     # Every namespace: that of a Django view is known only once its module is imported.
     if not meant or (not scope and elsewhere and len(meant) == 1):

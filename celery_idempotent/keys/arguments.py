@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -31,55 +30,23 @@ Given = Mapping[str, object]
 
 
 class Parameters:
-    """The parameters of a task; it binds arguments as :meth:`inspect.Signature.bind` does, in less time."""
+    """The parameters of a task, without ``self``."""
 
     def __init__(self, signature: inspect.Signature) -> None:
-        parameters, kinds = signature.parameters.values(), inspect.Parameter
-
-        def of(*wanted: object) -> tuple[str, ...]:
-            return tuple(each.name for each in parameters if each.kind in wanted)
-
+        self._bind, parameters = signature.bind, signature.parameters.values()
         self.names = tuple(signature.parameters)
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        self.positional = of(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        self.by_keyword = {*of(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
-        self.required = {*self.positional, *self.by_keyword} - self.defaults.keys()
-        self.var_positional = "".join(of(kinds.VAR_POSITIONAL))
-        self.var_keyword = "".join(of(kinds.VAR_KEYWORD))
-        #: The parameters that a function of the arguments gets by position; it gets all others by keyword.
-        self.by_position = self.positional if self.var_positional else of(kinds.POSITIONAL_ONLY)
+        self.defaults |= {p.name: () for p in parameters if p.kind is p.VAR_POSITIONAL}
+        self.var_keyword = "".join(p.name for p in parameters if p.kind is p.VAR_KEYWORD)
 
     def bind(
         self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None
     ) -> Given | None:
         """Return the argument of each parameter; ``None`` if the call does not fit: it will raise TypeError."""
-        args = args or ()
-        given: dict[str, object] = dict(zip(self.positional, args, strict=False))
-        if len(args) > len(self.positional):
-            if not self.var_positional:
-                return None
-            given[self.var_positional] = tuple(args[len(self.positional) :])
-        if kwargs:
-            extra: dict[str, object] = {}
-            for name, value in kwargs.items():
-                if name not in self.by_keyword:
-                    extra[name] = value
-                elif name in given:
-                    return None
-                else:
-                    given[name] = value
-            if extra:
-                if not self.var_keyword:
-                    return None
-                given[self.var_keyword] = extra
-        return given if given.keys() >= self.required else None
-
-    def call(self, function: Callable[..., object], given: Given) -> object:
-        """Call a function with what the task's body gets, by keyword wherever that is possible."""
-        named: dict[str, Any] = {**self.defaults, **given}
-        args = [named.pop(name) for name in self.by_position]
-        extra, extra_named = named.pop(self.var_positional, ()), named.pop(self.var_keyword, {})
-        return function(*args, *extra, **named, **extra_named)
+        try:
+            return self._bind(*(args or ()), **(kwargs or {})).arguments
+        except TypeError:
+            return None
 
 
 @dataclass(slots=True)
@@ -98,8 +65,10 @@ class ArgumentRule:
     def read(self, given: Given) -> object:
         """Return the value, or the tuple of values; ``None`` if one is missing. ``InvalidKey``: a function failed."""
         if self.function is not None:
+            named: dict[str, Any] = {**self.parameters.defaults, **given}
+            extra = named.pop(self.parameters.var_keyword, {})
             try:
-                return self.parameters.call(self.function, given)
+                return self.function(**named, **extra)
             except InvalidKey:
                 raise
             except Exception as error:
@@ -151,15 +120,6 @@ def compile_rule(
         raise refused(
             "must be the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or None"
         )
-    with suppress(ValueError):  # some callables written in C have no signature
-        signature = inspect.signature(option)
-        try:
-            parameters.call(signature.bind, dict.fromkeys(parameters.required))
-        except TypeError as error:
-            raise refused(
-                f"must take every argument of the task ({known}), but: {error}",
-                "Add **_ for the arguments that it does not need.",
-            ) from None
     return ArgumentRule(parameters, where, option)
 
 

@@ -19,11 +19,11 @@ import hashlib
 import inspect
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from json.encoder import encode_basestring
-from typing import Any, TypeAlias
+from typing import Any
 
 from celery_idempotent.errors import InvalidKey, KeyMissing, bad_option
 from celery_idempotent.keys import arguments
@@ -95,10 +95,6 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-#: Puts models in the place of their dumps.
-Validate: TypeAlias = Callable[[Given], Given]
-
-
 class Identifier:
     """The rules for keys, scopes and fingerprints of a task's calls, compiled once from its options.
 
@@ -115,11 +111,9 @@ class Identifier:
         scope: object = None,
         namespace: str | None = None,
         fingerprint: object = ALL_ARGUMENTS,
-        validate: Validate | None = None,
     ) -> None:
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
-        self._validate = validate
         self._parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
             problem = f"must be 1 to {MAX_CHARS} printable characters"
@@ -163,8 +157,6 @@ class Identifier:
         """
         given, rule = self._parameters.bind(args, kwargs), self._key
         if given is not None:
-            if self._validate is not None:
-                given = self._validate(given)
             if scope is None and self._scope is not None:
                 scope = self._scope.read(given)
             if key is None and rule is not None:

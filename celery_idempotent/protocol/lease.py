@@ -26,7 +26,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 #: The longest sleep of the thread, which writes the counts of the process, in seconds.
 TICK = 5.0
 
-#: How long a command may be late once the store answers, in seconds: as long as the store was silent, since TCP sends
-#: lost packets again after pauses that double, within these limits.
-_LATE, _LATEST = 5.0, 60.0
+#: How often a request is undone once the store answers, within a minute: the command may be as late as TCP sends lost
+#: packets again, after pauses that double.
+_LOOKS = 8
 #: The longest wait for that, and for the last counts alone, at the end of a process.
 _LAST_UNDO, _LAST_COUNTS = 10.0, 2.0
 #: The most requests that are remembered; the lease or the deadline ends the others.
@@ -58,9 +58,7 @@ class _GivenUp:
     """A request without an answer; ``undo`` may be called any number of times."""
 
     undo: Callable[[], object]
-    since: float = field(default_factory=time.monotonic)
     due: float = 0.0
-    answered_at: float = 0.0
     answers: int = 0
 
 
@@ -164,8 +162,7 @@ class Heartbeat:
 
     def _undo_due(self) -> None:
         for each in self._given_up.copy():
-            now = time.monotonic()
-            if each.due > now:
+            if each.due > time.monotonic():
                 continue
             try:
                 each.undo()
@@ -176,12 +173,10 @@ class Heartbeat:
                 return
             except Exception as error:  # noqa: BLE001  the thread survives any error
                 logger.warning("idempotency: a request without an answer is left alone: %s", error)
-                each.answered_at = -_NEVER
-            each.answered_at = each.answered_at or time.monotonic()
+                each.answers = _LOOKS
             each.due = time.monotonic() + 0.5 * 2**each.answers
             each.answers += 1
-            silence = each.answered_at - each.since
-            if now >= each.answered_at + min(max(silence, _LATE), _LATEST):
+            if each.answers >= _LOOKS:
                 self._given_up.remove(each)
 
     def _renew(self, store: Store, claims: list[Claim]) -> None:

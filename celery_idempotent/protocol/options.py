@@ -132,7 +132,7 @@ DuplicatePolicy = Literal["return", "raise", "replace"]
 #: Options that identify a call; :class:`~celery_idempotent.keys.rules.Identifier` reads them.
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint")
 
-#: Settings of the app that are no attribute of a task.
+#: Settings of the app that are no option of a task.
 SETTINGS: Final = ("store", "sweep_interval")
 
 #: Attributes of the task class with our prefix that are no options.
@@ -215,12 +215,8 @@ def read_task_options(
         elif (value := setting(PREFIX + each, _UNSET)) is not _UNSET:
             of_app[each] = value
     named = [each.removeprefix(PREFIX) for each in dir(task) if each.startswith(PREFIX)]
-    for each in SETTINGS:
-        if each in named:
-            raise InvalidOption(
-                f"{PREFIX}{each} of {where} is a setting of the app: set it in app.conf."
-            )
-    refuse_unknown([n for n in named if n not in _METHODS], KNOWN, where=where, prefix=PREFIX)
+    unknown = [each for each in named if each not in _METHODS]
+    refuse_unknown(unknown, _TASK_OPTIONS, where=where, prefix=PREFIX)
     about: dict[str, Any] = {
         each: source.pop(each)
         for source in (of_app, given)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from types import CoroutineType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 from celery_idempotent import backoff, errors, signals
@@ -69,7 +69,7 @@ PROCESSING: Final = State.PROCESSING
 COMPLETED: Final = State.COMPLETED
 FAILED: Final = State.FAILED
 
-UNFINISHED = (CoroutineType, GeneratorType)
+UNFINISHED = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 #: How long a claim, and a release, try to reach the store, in seconds. A settle tries for a whole lease.
 CLAIM_SECONDS, RELEASE_SECONDS = 3.0, 1.0
@@ -310,9 +310,10 @@ def _newest_in(run: Run, steps: Mapping[str, Stored]) -> bytes | None:
 def refuse_unfinished(run: Run, value: Any) -> None:
     """Raise for a coroutine or generator that a body returned, which has run nothing yet."""
     if run.policy.mode != "observe":
-        value.close()
+        if isinstance(value, CoroutineType):
+            value.close()  # else Python warns
         raise errors.IdempotencyError(
-            f"{run.name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. "
+            f"{run.name} returned a {type(value).__name__}, of which nothing was run, and its key is free again. "
             "Run it inside the task, for example by asyncio.run(…)."
         )
 

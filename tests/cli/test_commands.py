@@ -324,33 +324,9 @@ def test_a_record_is_found_by_its_task_id_in_every_state(store, run, monkeypatch
     assert run("complete", "t-done", "--value", "17", "--yes").exit_code == 2
 
 
-@pytest.mark.parametrize("known", ["extended", "parent"])
-def test_what_the_result_backend_knows_of_a_task_finds_its_record_without_a_scan(
-    store, run, monkeypatch, known
-):
-    meta: dict[str, Any] = {"status": "SUCCESS", "result": 0, "parent_id": "t-first"}
-    if known == "extended":
-        meta |= {"name": TASK, "args": ["o"], "kwargs": {}}
-    key = {"extended": "o", "parent": "@t-last/t-first"}[known]
-    backend = SimpleNamespace(get_task_meta=lambda i, **_: meta if i == "t-last" else {})
-    monkeypatch.setattr("celery.Celery.backend", backend)
-    monkeypatch.setattr(finding, "find_task", lambda *_, **__: pytest.fail("a scan"))
-    settle(store, claim(store, key, task_id="t-last"))
-    assert f"{key} of shop.charge is COMPLETED" in run("show", "t-last").stdout
-
-
-@pytest.mark.parametrize("what", ["silent", "its own parent"])
-def test_a_result_backend_that_is_silent_or_goes_in_a_circle_is_not_waited_for(
-    run, monkeypatch, what
-):
+def test_a_result_backend_that_is_silent_is_not_waited_for(run, monkeypatch):
     asked = threading.Event()
-
-    def get_task_meta(task_id: str, **_: object) -> dict[str, Any]:
-        if what == "silent":
-            asked.wait(60)
-        return {"status": "STARTED", "parent_id": task_id}
-
-    backend = SimpleNamespace(get_task_meta=get_task_meta)
+    backend = SimpleNamespace(get_task_meta=lambda *_, **__: asked.wait(60))
     monkeypatch.setattr("celery.Celery.backend", backend)
     monkeypatch.setattr(finding, "BACKEND_SECONDS", 0.2)
     assert run("show", "t-unknown").exit_code == 1

@@ -134,12 +134,6 @@ def test_a_wrapper_that_rolls_back_leaves_no_completed_record(
     assert task.idempotency_record("k").state is State.COMPLETED
 
 
-def test_a_duplicate_is_answered_without_its_wrapper(app: Any, task: Any) -> None:
-    for task_id in ("message", "message", "another"):
-        assert deliver(task, "k", task_id=task_id) == "message"
-    assert (app.world.calls, app.world.effects) == (1, ["k"])
-
-
 def test_a_retry_goes_out_and_runs(app: Any, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(app, "send_task", lambda *_, **options: sent.append(options))

@@ -84,17 +84,6 @@ def test_a_fault_of_the_store_harms_nothing(counters, caplog):
     assert "could not be counted" in caplog.text
 
 
-def test_a_store_without_counters_is_not_asked(counters):
-    class Plain(MemoryStore):
-        supports_counting = False
-
-    plain = Plain()
-    counters.of(plain)["t", "claimed"] += 1
-    counters.write()
-    assert not counters.counts
-    assert not plain.counts(hours=1)
-
-
 PUBLISHER = """
 import os, sys, time
 from celery import Celery

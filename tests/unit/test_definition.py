@@ -86,14 +86,6 @@ def task(app, name, **options):
     return app.task(base=IdempotentTask, name=name, shared=False, **options)(run)
 
 
-def test_tasks_that_are_switched_off_are_known_and_celerys_own_are_not(app):
-    task(app, "shop.off", idempotency_mode="off")
-    app.task(name="shop.plain", shared=False)(run)
-    names = {each.name for each in definition.definitions(app)}
-    assert names == {"shop.off"}
-    assert definition.definition_of(app, "shop.off").policy.mode == "off"
-
-
 def test_tasks_that_this_process_does_not_know_are_imported_when_they_are_looked_for(app):
     imported = []
 

@@ -2,104 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from time import sleep
 from typing import Any
 
 import pytest
-from celery import Celery
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, State
 from celery_idempotent.testing import deliver
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.stores import verbs
+
+NEWEST = {"publish_once": "until_start", "on_duplicate": "replace"}
 
 
 class Refused(Exception):
     """For good."""
 
 
-def kept(app: Celery, task: Any) -> Any:
-    records = [each.record for each in app.conf.idempotency_store.records.values()]
+@pytest.fixture
+def define(app: Any) -> Callable[..., Any]:
+    """Define a task of a body, which keeps its message, with these options of ours."""
+
+    def define(body: Callable[..., Any], **options: Any) -> Any:
+        given = {"key": "key", "keep_message": True, "permanent_errors": (Refused,), **options}
+        ours = {f"idempotency_{name}": value for name, value in given.items()}
+        return app.task(base=IdempotentTask, name="charge", **ours)(body)
+
+    return define
+
+
+def kept(task: Any) -> Any:
+    records = [each.record for each in task.app.conf.idempotency_store.records.values()]
     (record,) = [each for each in records if each.state is State.FAILED]
     return record.message and task._definition.codec.load_message(record.message)
 
 
-def test_a_body_that_changes_its_arguments_changes_no_kept_message(app):
-    @app.task(
-        base=IdempotentTask,
-        name="charge",
-        idempotency_key="key",
-        idempotency_keep_message=True,
-        idempotency_permanent_errors=(Refused,),
-    )
+def charge(key: str, number: int = 0) -> None:
+    raise Refused("x" * 2000)
+
+
+def test_a_body_that_changes_its_arguments_changes_no_kept_message(define):
     def charge(key: str, order: dict[str, Any]) -> None:
         order.pop("amount")
         order["secret"] = "4111"
         raise Refused
 
-    deliver(charge, "17", {"amount": 17})
-    again = kept(app, charge)
-    assert [*again.args] == ["17", {"amount": 17}]
+    task = define(charge)
+    deliver(task, "17", {"amount": 17})
+    assert [*kept(task).args] == ["17", {"amount": 17}]
 
 
 @pytest.mark.parametrize("on_stale", ["interrupt", "requeue"])
-def test_the_newest_arguments_are_kept(app, on_stale):
-    ran = []
-
-    @app.task(
-        base=IdempotentTask,
-        name="index",
-        idempotency_key="key",
-        idempotency_keep_message=True,
-        idempotency_publish_once="until_start",
-        idempotency_on_duplicate="replace",
-        idempotency_permanent_errors=(Refused,),
-        idempotency_on_stale=on_stale,
-    )
-    def index(key: str, number: int) -> None:
-        ran.append(number)
-        raise Refused
-
-    message = message_of(index, ("17", 1), {})
-    index.delay("17", 2)
-    deliver_message(index, message)
-    assert ran == [2]
-    assert [*kept(app, index).args] == ["17", 2]
+def test_the_newest_arguments_are_kept(define, on_stale):
+    task = define(charge, on_stale=on_stale, **NEWEST)
+    message = message_of(task, ("17", 1), {})
+    task.delay("17", 2)
+    deliver_message(task, message)
+    assert [*kept(task).args] == ["17", 2]
 
 
-def test_an_error_that_cannot_be_stored_loses_no_message(app):
-    @app.task(
-        base=IdempotentTask,
-        name="charge",
-        idempotency_key="key",
-        idempotency_keep_message=True,
-        idempotency_permanent_errors=(Refused,),
-        idempotency_max_result_bytes=1000,
-    )
-    def charge(key: str) -> None:
-        raise Refused("x" * 2000)
-
-    deliver(charge, "17")
-    assert kept(app, charge) is not None
+def test_an_error_that_cannot_be_stored_loses_no_message(define):
+    task = define(charge, max_result_bytes=1000)
+    deliver(task, "17")
+    assert kept(task) is not None
 
 
-def test_a_message_that_the_store_refuses_is_left_out(app, store, monkeypatch):
-    from celery_idempotent.errors import StoreMisconfigured
-
-    @app.task(
-        base=IdempotentTask,
-        name="charge",
-        idempotency_key="key",
-        idempotency_keep_message=True,
-        idempotency_permanent_errors=(Refused,),
-        idempotency_lease=1,
-    )
-    def charge(key: str) -> None:
-        raise Refused
-
+def test_a_message_that_the_store_refuses_is_left_out(define, store, monkeypatch):
     settle = store.settle
 
     def small(request: Any) -> bool:
@@ -108,46 +81,30 @@ def test_a_message_that_the_store_refuses_is_left_out(app, store, monkeypatch):
         return bool(settle(request))
 
     monkeypatch.setattr(store, "settle", small)
-    deliver(charge, "17")
-    assert kept(app, charge) is None
+    task = define(charge, lease=1)
+    deliver(task, "17")
+    assert kept(task) is None
 
 
-def test_the_newest_arguments_are_kept_of_a_call_that_is_not_run_again(app, store):
-    @app.task(
-        base=IdempotentTask,
-        name="index",
-        idempotency_key="key",
-        idempotency_keep_message=True,
-        idempotency_publish_once="until_start",
-        idempotency_on_duplicate="replace",
-        idempotency_max_crashes=0,
-        idempotency_lease=1,
-    )
-    def index(key: str, number: int) -> None:
+def test_the_newest_arguments_are_kept_of_a_call_that_is_not_run_again(define, store):
+    def charge(key: str, number: int) -> None:
         raise SystemExit  # with a step: INTERRUPTED, as after a crash
 
-    message = message_of(index, ("17", 1), {})
-    index.delay("17", 2)
+    task = define(charge, max_crashes=0, lease=1, **NEWEST)
+    message = message_of(task, ("17", 1), {})
+    task.delay("17", 2)
     with pytest.raises(SystemExit):
-        deliver_message(index, message)
-    identity = index.idempotency_record(key="17").identity
+        deliver_message(task, message)
+    identity = task.idempotency_record(key="17").identity
     stored = store.records[identity]
     store.records[identity] = stored._replace(record=replace(stored.record, crashes=1))
-    deliver_message(index, message)
-    assert [*kept(app, index).args] == ["17", 2]
+    deliver_message(task, message)
+    assert [*kept(task).args] == ["17", 2]
 
 
-def test_a_call_that_fails_for_good_meanwhile_is_not_run_again(app, store, monkeypatch):
+def test_a_call_that_fails_for_good_meanwhile_is_not_run_again(define, app, store, monkeypatch):
     """As the operator saw it, its worker was lost, and its crashes counted."""
-
-    @app.task(
-        base=IdempotentTask,
-        name="charge",
-        idempotency_key="key",
-        idempotency_on_stale="requeue",
-    )
-    def charge(key: str) -> None: ...
-
+    define(charge, keep_message=False, on_stale="requeue")
     identity = Identity(namespace="charge", key='"17"')
     record = verbs.claim(store, identity, message=b"{}", on_stale="requeue", lease_ms=1)
     sleep(0.01)  # and it is frozen

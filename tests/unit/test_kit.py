@@ -177,15 +177,6 @@ class TestCrashMatrix:
         assert [place.line > 0 for place in report.places] == [False, *[True] * 7, False]
         assert {(place.effects, place.state) for place in report.places} == {(1, "SUCCESS")}
 
-    def test_a_second_run_that_fails_is_shown(self, task, bank):
-        def stern(self: Any, order: str) -> None:
-            bank.charge(order, "key")
-            if self.idempotency.crashes:
-                raise ValueError
-
-        with pytest.raises(AssertionError, match=r"FAILED .*<- 1, FAILURE"):
-            crash_matrix(task(stern), arguments=lambda name: [name], effects=bank.charges)
-
 
 class TestLostWorkers:
     @pytest.mark.parametrize(

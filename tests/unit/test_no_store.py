@@ -13,7 +13,6 @@ from celery_idempotent import (
     IdempotentTask,
     InvalidOption,
     State,
-    StoreMisconfigured,
 )
 from tests.support.telling import Heard, listening
 
@@ -89,12 +88,6 @@ def test_a_key_cannot_be_reserved_without_a_store(app: Any) -> None:
 SAID = "has no store, and keeps its records in the memory of this process"
 
 
-def test_an_eager_run_of_an_app_without_a_store_is_refused(app: Any) -> None:
-    with pytest.raises(StoreMisconfigured, match="set idempotency_store"):
-        define(app).apply(("a",), throw=True)
-    assert app.runs == []
-
-
 @pytest.mark.parametrize("in_process", [True, False])
 def test_an_app_that_stays_in_its_process_uses_the_memory_and_says_so_once(
     app: Any, caplog: pytest.LogCaptureFixture, in_process: bool
@@ -107,9 +100,3 @@ def test_an_app_that_stays_in_its_process_uses_the_memory_and_says_so_once(
     assert [task.apply(("a",)).get() for _ in range(2)] == ["receipt 1"] * 2
     assert task.idempotency_record("a").state is State.COMPLETED
     assert caplog.text.count(SAID) == 1
-
-
-def test_a_bad_store_is_no_missing_one(app: Any) -> None:
-    app.conf.idempotency_store = "nonsense://"
-    with pytest.raises(StoreMisconfigured, match="nonsense"):
-        define(app).apply(("a",), throw=True)

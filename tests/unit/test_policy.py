@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from datetime import timedelta
-from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,37 +58,19 @@ class TestDefaults:
         assert policy(idempotency_retention=retention, idempotency_lease=30).keep_ms == kept
 
 
-def of_order_id_alone(order_id: str) -> str:
-    return order_id
-
-
-def of_a_misspelt_name(oid: str, **_: object) -> str:
-    return oid
-
-
 GOOD = [
-    ("lease", 30, "lease_ms", 30_000),
     ("lease", 0.1, "lease_ms", 100),
     ("lease", 1.0001, "lease_ms", 1001),
     ("lease", timedelta(minutes=2), "lease_ms", 120_000),
     ("retention", 0, "retention_ms", 0),
     ("retention", timedelta(days=7), "retention_ms", 7 * DAY),
-    ("retention", 0.0001, "retention_ms", 1),
     ("on_conflict", "raise", "on_conflict", "raise"),
-    ("permanent_errors", (ValueError, KeyError), "permanent_errors", (ValueError, KeyError)),
-    ("permanent_errors", [ValueError], "permanent_errors", (ValueError,)),
+    ("permanent_errors", [ValueError, KeyError], "permanent_errors", (ValueError, KeyError)),
     ("permanent_errors", ValueError, "permanent_errors", (ValueError,)),
     ("max_crashes", 0, "max_crashes", 0),
     ("store_result", False, "store_result", False),
-    ("max_result_bytes", 0, "max_result_bytes", 0),
-    ("serializer", "json", "serializer", "json"),
     ("serializer", None, "serializer", None),
-    ("wait", timedelta(milliseconds=1500), "wait_ms", 1500),
-    ("publish_once", True, "publish_once", True),
-    ("on_stale", "fail", "on_stale", "fail"),
-    ("on_store_error", "open", "on_store_error", "open"),
-    ("mode", "observe", "mode", "observe"),
-    ("atomic", True, "atomic", True),
+    ("publish_once", "until_start", "publish_once", "until_start"),
 ]
 
 REST = "Correct it, or leave it out"
@@ -110,20 +91,13 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("lease", float("nan"), WITHIN, REST),
     ("lease", "60", TIME, REST),
     ("lease", True, TIME, REST),
-    ("lease", None, TIME, REST),
-    ("lease", Decimal(3), TIME, REST),
-    ("lease", timedelta(days=4000), WITHIN, REST),
     ("retention", -0.001, WITHIN, REST),
     ("retention", None, TIME, REST),
     ("on_conflict", "wat", CONFLICT, REST),
-    ("on_conflict", ["retry"], CONFLICT, REST),
     ("permanent_errors", ("ValueError",), TYPES, REST),
-    ("permanent_errors", (ValueError("x"),), TYPES, REST),
     ("permanent_errors", BaseException, TYPES, REST),
     ("permanent_errors", None, TYPES, REST),
     ("max_crashes", -1, COUNT, REST),
-    ("max_crashes", 1.5, COUNT, REST),
-    ("max_crashes", True, COUNT, REST),
     ("store_result", 0, FLAG, REST),
     ("max_result_bytes", None, COUNT, REST),
     ("serializer", 1, KOMBU, REST),
@@ -140,8 +114,6 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("atomic", 1, FLAG, REST),
     ("namespace", "", "1 to 255 printable characters", "the name of the task"),
     ("namespace", "x" * 256, "1 to 255 printable characters", "the name of the task"),
-    ("namespace", "a\nb", "1 to 255 printable characters", "the name of the task"),
-    ("namespace", ["a"], "1 to 255 printable characters", "the name of the task"),
     ("scope", ALL_ARGUMENTS, "a function of them, or None", REST),
     *(
         (option, value, allowed, remedy)
@@ -149,18 +121,10 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
         for value, allowed, remedy in (
             ("orderid", "no argument 'orderid'", ARGUMENTS),
             (("order_id", "kind"), "no argument 'kind'", ARGUMENTS),
-            ("event.id", "no argument 'event.id'", ARGUMENTS),
-            ("", "no argument ''", ARGUMENTS),
-            ("order_id.", "no argument 'order_id.'", ARGUMENTS),
             ("order_id..x", "no argument 'order_id..x'", ARGUMENTS),
             ((), RULE, REST),
             ((1,), RULE, REST),
-            (5, RULE, REST),
-            (True, RULE, REST),
-            ({"order_id"}, RULE, REST),
             (SimpleNamespace(), RULE, REST),
-            (of_order_id_alone, "every argument of the task (order_id, amount)", "Add **_"),
-            (of_a_misspelt_name, "every argument of the task (order_id, amount)", "Add **_"),
         )
     ),
 ]
@@ -206,8 +170,6 @@ class TestNames:
         ("wrong", "said"),
         [
             ("leese", r"did you mean idempotency_lease\?"),
-            ("keys", r"did you mean idempotency_key\?"),
-            ("permanent_error", r"did you mean idempotency_permanent_errors\?"),
             ("xyzzy", r"known are .*idempotency_lease.*"),
         ],
     )
@@ -221,18 +183,12 @@ class TestNames:
         with pytest.raises(InvalidOption, match=f"{name} of {place} is not an option: {said}"):
             define(app, **{name: 1} if where == "attribute" else {})
 
-    @pytest.mark.parametrize("name", ["idempotency_store", "idempotency_sweep_interval"])
-    def test_a_setting_of_the_app_is_no_attribute_of_a_task(self, name):
-        with pytest.raises(InvalidOption, match=f"{name} of task .* is a setting of the app"):
-            define(**{name: "memory://"})
+    def test_a_setting_of_the_app_is_no_attribute_of_a_task(self):
+        with pytest.raises(InvalidOption, match=r"idempotency_store of task .* is not an option"):
+            define(idempotency_store="memory://")
 
 
 class TestPrecedence:
-    def test_an_attribute_wins_over_a_setting(self):
-        app = make_app(idempotency_lease=10, idempotency_retention=20)
-        found = policy(app, idempotency_lease=30)
-        assert (found.lease_ms, found.retention_ms) == (30_000, 20_000)
-
     def test_a_task_wins_over_its_base_class_and_that_over_a_setting(self):
         class Base(IdempotentTask):
             abstract = True
@@ -246,52 +202,21 @@ class TestPrecedence:
 
             assert task.idempotency_policy.lease_ms == lease_ms
 
-    def test_key_options_are_settings_as_well(self):
-        app = make_app(idempotency_key=ALL_ARGUMENTS, idempotency_namespace="all.of.it")
-        task = define(app)
-        identified = identify_delivery(task._definition, {}, ["order-1"], {}, task_id="id")
-        assert identified.identity.namespace == "all.of.it"
-        assert identified.identity.key.startswith("*")
 
-    def test_a_namespaced_setting_is_found(self):
-        app = Celery("django", broker="memory://", set_as_current=False)
-        app.config_from_object(
-            SimpleNamespace(
-                CELERY_IDEMPOTENCY_LEASE=45,
-                CELERY_IDEMPOTENCY_STORE="memory://",
-                CELERY_TASK_ALWAYS_EAGER=True,
-                IDEMPOTENCY_UNRELATED=1,
-            ),
-            namespace="CELERY",
-        )
-        assert policy(app).lease_ms == 45_000
+@pytest.mark.parametrize("static", [True, False])
+def test_a_function_as_an_option_is_not_bound_to_a_class_based_task(static):
+    def key_of(order_id: str) -> str:
+        return f"<{order_id}>"
 
+    class Charge(IdempotentTask):
+        name = "shop.charge"
+        idempotency_key = staticmethod(key_of) if static else key_of
 
-class TestFunctions:
-    def test_a_function_as_an_option_is_not_bound_to_the_task(self):
-        task = define(
-            idempotency_key=lambda order_id, amount: f"{order_id}/{amount}",
-            idempotency_scope=lambda order_id, **_: f"of {order_id}",
-            idempotency_fingerprint=lambda order_id, **_: order_id,
-        )
-        identified = identify_delivery(task._definition, {}, ["o", 5], {}, task_id="id")
-        assert (identified.identity.key, identified.identity.scope) == ("o/5", "of o")
-        assert identified.fingerprint is not None
+        def run(self, order_id: str) -> None: ...
 
-    @pytest.mark.parametrize("static", [True, False])
-    def test_nor_is_one_of_a_class_based_task(self, static):
-        def key_of(order_id: str) -> str:
-            return f"<{order_id}>"
-
-        class Charge(IdempotentTask):
-            name = "shop.charge"
-            idempotency_key = staticmethod(key_of) if static else key_of
-
-            def run(self, order_id: str) -> None: ...
-
-        task = make_app().register_task(Charge())
-        identified = identify_delivery(task._definition, {}, ["o"], {}, task_id="id")
-        assert identified.identity.key == "<o>"
+    task = make_app().register_task(Charge())
+    identified = identify_delivery(task._definition, {}, ["o"], {}, task_id="id")
+    assert identified.identity.key == "<o>"
 
 
 class TestWhatTheUserSet:
@@ -307,10 +232,12 @@ class TestWhatTheUserSet:
 
     def test_a_setting_made_after_the_config_object(self):
         app = Celery("g", set_as_current=False)
-        app.config_from_object(SimpleNamespace(CELERY_IDEMPOTENCY_LEASE=3), namespace="CELERY")
-        app.conf.idempotency_retention = 4
-        assert sorted(own_settings(app)) == ["lease", "retention"]
-        assert policy(app).retention_ms == 4000
+        settings = {"CELERY_IDEMPOTENCY_LEASE": 3, "IDEMPOTENCY_UNRELATED": 1}
+        app.config_from_object(SimpleNamespace(**settings), namespace="CELERY")
+        app.conf.update(idempotency_retention=4, idempotency_store="memory://")
+        assert sorted(own_settings(app)) == ["lease", "retention", "store"]
+        found = policy(app)
+        assert (found.lease_ms, found.retention_ms) == (3000, 4000)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from celery.schedules import crontab
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
-from celery_idempotent.records import Identity, SettleRequest, State
+from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
@@ -42,13 +42,6 @@ class TestRegistration:
         assert (entry["task"], entry["schedule"]) == (SWEEP, seconds)
         # A tick that nobody took is of no use once the next one is due.
         assert 0 < entry["options"]["expires"] <= max(seconds, 1)
-
-    def test_without_an_interval_it_is_there_and_not_scheduled(self):
-        app = make_app(idempotency_sweep_interval=None)
-        define(app)
-        app.finalize()
-        assert SWEEP in app.tasks
-        assert app.conf.beat_schedule == {}
 
     def test_an_app_without_idempotent_tasks_gets_nothing_until_it_has_one(self):
         app = make_app()
@@ -196,14 +189,6 @@ class TestSweep:
         with pytest.raises(ProcessingTimedOut):
             task.apply(idempotency_key="a", throw=True)
         assert store.get(held).state is State.FAILED
-
-    def test_the_owner_of_a_key_that_a_sweep_failed_completes_it_all_the_same(self, store, clock):
-        record = store.get(self.hold(store, "late", on_stale="fail"))
-        clock.advance(1000)
-        assert sweep(make_app(store))["failed"] == 1
-        end = SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=100_000)
-        assert store.settle(end)
-        assert store.get(record.identity).state is State.COMPLETED
 
 
 def lambda_free() -> None: ...

@@ -114,8 +114,7 @@ def undertakers() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def _no_undertaker_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(worker, "LATE", 0.2)
+def _no_undertaker_left() -> Iterator[None]:
     yield
     wait_for(lambda: not undertakers(), 25, "every undertaker to end")
 
@@ -179,28 +178,6 @@ class TestLostChild:
         assert lost.answers == ["reject"]
         wait_for(lambda: not undertakers(), what="the undertaker to give up")
         assert "could not interrupt work key k, its lease will end it: away" in caplog.text
-
-    def test_a_claim_that_comes_in_after_its_child_is_gone_is_interrupted(
-        self, make, store, task, dead, monkeypatch
-    ):
-        monkeypatch.setattr(worker, "LATE", 10)
-        lost = make(dead)
-        lost.on_failure(einfo(WorkerLostError()))
-        assert lost.answers == ["reject"]
-        assert undertakers()
-        hold(store, task, dead)
-        wait_for(lambda: not undertakers(), what="the undertaker to end")
-        assert store.get(identity()).state is State.INTERRUPTED
-
-    def test_nobody_is_waited_for_once_another_process_has_the_key(
-        self, make, store, task, dead, monkeypatch
-    ):
-        monkeypatch.setattr(worker, "LATE", 60)
-        lost = make(dead)
-        lost.on_failure(einfo(WorkerLostError()))
-        before = hold(store, task, os.getpid())
-        wait_for(lambda: not undertakers(), what="the undertaker to end")
-        assert store.get(identity()) == before
 
     def test_a_message_that_cannot_be_read_is_logged_and_goes_back(
         self, make, store, task, dead, caplog

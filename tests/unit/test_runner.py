@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol import lease, shield
 from celery_idempotent.protocol import run as protocol
 from celery_idempotent.records import (
-    Identity,
     Record,
     Reserved,
     ReserveRequest,
@@ -193,18 +191,6 @@ def never() -> Any:
 
 
 class TestRunning:
-    def test_a_run_inside_a_run_has_a_claim_of_its_own(self, execute):
-        inner = a_call(identity=Identity(namespace="shop.mail", key="1"))
-        seen = []
-
-        def outer() -> None:
-            execute(lambda: seen.append(current_claim().key), call=inner)
-            seen.append(current_claim().key)
-
-        execute(outer)
-        assert seen == ["1", "order-17"]
-        assert current_claim() is None
-
     def test_without_retention_the_end_of_a_call_that_was_sent_twice_is_kept_for_a_day(
         self, execute, memory, clock
     ):
@@ -249,13 +235,6 @@ class TestEndings:
         assert record.value.body == b"KeyError('no such order')"
         assert events.names == ["claimed", "settled"]
         assert execute(never) == Replay(record, 0)
-
-
-class TestDuplicates:
-    def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
-        claim(memory, lease_ms=1000)
-        clock.advance(1000)
-        assert execute(lambda: current_claim().crashes) == Ran(1)
 
 
 class TestPoison:
@@ -376,16 +355,6 @@ class TestLostLease:
             theirs[0].token,
             "other",
         )
-
-    def test_a_winner_that_failed_leaves_the_key_and_the_late_result_takes_it(
-        self, execute, memory, clock
-    ):
-        def body() -> str:
-            clock.advance(1001)
-            memory.release(IDENTITY, token=claim(memory).token)
-            return "late"
-
-        assert execute(body, lease_ms=1000) == Ran("late")
 
 
 class TestStoreFailures:
@@ -509,26 +478,6 @@ class TestStoreFailures:
             execute(raising(SystemExit(1)))
         assert fake_time.sleeps == []
         assert store.calls == ["claim", "release"]
-
-
-class TestCodecFaults:
-    class Broken(TextCodec):
-        def dump_value(self, value: Any) -> Stored | None:
-            raise RuntimeError("a fault of ours")
-
-        dump_error = dump_value
-
-    @pytest.mark.parametrize(
-        ("body", "state"), [(lambda: 42, State.COMPLETED), (raising(ValueError()), State.FAILED)]
-    )
-    def test_a_codec_that_always_fails_does_not_keep_the_record_from_its_end(
-        self, execute, memory, fake_time, body, state
-    ):
-        with nullcontext() if state is State.COMPLETED else pytest.raises(ValueError):
-            assert execute(body, codec=self.Broken(), permanent_errors=(ValueError,)) == Ran(42)
-        record = memory.get(IDENTITY)
-        assert (record.state, record.value) == (state, None)
-        assert fake_time.now - fake_time.START < 5, "the worker was blocked for a lease"
 
 
 class TestAFailureThatSomebodyAsksFor:

@@ -6,11 +6,9 @@ import dataclasses
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -23,7 +21,7 @@ from celery_idempotent.errors import FailedByOperator, StoreUnavailable
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing import FakeClock, deliver
+from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
 from tests.support.telling import Heard, assert_told, documented, listening
 
@@ -103,9 +101,7 @@ class Place(NamedTuple):
         """Have the main process of a worker find that a child is gone."""
         with subprocess.Popen([sys.executable, "-c", ""]) as child:
             child.wait()
-        looked = threading.Event()
-        interrupt_claim(self.claim(worker_name(child.pid)).task, KEY, "other", child.pid, looked)
-        assert looked.is_set()
+        interrupt_claim(self.claim(worker_name(child.pid)).task, KEY, "other", child.pid)
         return self
 
     def message(self) -> bytes:
@@ -341,13 +337,3 @@ def test_a_line_keeps_its_template_and_has_the_facts_as_arguments(make, heard):
     assert [each.msg for each in first] == [each.msg for each in second]
     assert len({each.msg for each in first}) == 3
     assert all("billing key b-8" in each.args for each in second)
-
-
-def test_a_failure_is_an_error_in_the_log_once_and_its_replays_are_not(make, caplog, monkeypatch):
-    place = make()
-    monkeypatch.setattr(place.task, "run", Mock(side_effect=KeyError))
-    caplog.set_level("INFO", "celery.app.trace")
-    for _ in range(3):
-        assert deliver(place.task, "o").state == "FAILURE"
-    levels = [each.levelname for each in caplog.records if each.name == "celery.app.trace"]
-    assert levels == ["ERROR", "INFO", "INFO"]

@@ -14,9 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_idempotent import IdempotentTask, signals, tracing
-from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.testing import isolated_records
-from tests.support.telling import listening
 
 Traced = Callable[..., ReadableSpan]
 NAME = "celery.idempotency"
@@ -98,13 +96,6 @@ def test_an_error_is_named_by_its_class(pay: Any, traced: Traced) -> None:
     assert "Ada" not in span.to_json()
 
 
-def test_a_run_that_fails_leaves_no_state_of_its_claim_behind(pay: Any, traced: Traced) -> None:
-    span = traced(lambda: pay.apply(("17", StoreUnavailable("away"))))
-    assert span.attributes is not None
-    assert span.attributes["error.type"] == "celery_idempotent.errors.StoreUnavailable"
-    assert "celery.idempotency.state" not in span.attributes
-
-
 def test_with_a_log_provider_events_are_log_records(
     pay: Any, traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,9 +110,3 @@ def test_with_a_log_provider_events_are_log_records(
     assert states == ["PROCESSING", "COMPLETED"]
     assert span.events == ()
     provider.shutdown()
-
-
-def test_without_a_span_nothing_happens(pay: Any, traced: Traced) -> None:
-    with listening() as heard:
-        assert pay.apply(("17",)).get() == "receipt"
-    assert heard.names == ["claimed", "settled"]

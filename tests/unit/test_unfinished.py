@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError, IdempotentTask, InvalidOption
+from celery_idempotent import IdempotencyError, IdempotentTask
 
 
 async def coroutine(key: str) -> str:
@@ -30,29 +29,18 @@ def define(app: Celery, body: Any, **options: Any) -> Any:
     return app._task_from_fun(body, idempotency_key="key", **options)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [coroutine, partial(coroutine), partial(partial(coroutine)), generator, async_generator],
-    ids=["coroutine", "partial", "partial-of-partial", "generator", "async-generator"],
-)
-def test_a_body_that_returns_before_it_has_run_is_refused_where_it_is_defined(
-    app: Celery, body: Any
-) -> None:
-    task = type("Charge", (IdempotentTask,), {"name": "t", "run": staticmethod(body)})
-    with pytest.raises(
-        InvalidOption, match=r"^Task t is a coroutine or generator function.*asyncio\.run"
-    ):
-        app.register_task(task())
+@pytest.mark.parametrize("body", [coroutine, generator, async_generator])
+def test_what_returns_before_it_has_run_fails_and_settles_nothing(app: Celery, body: Any) -> None:
+    task = define(app, body)
+    error = task.apply(("k",)).result
+    assert isinstance(error, IdempotencyError)
+    assert "of which nothing was run" in str(error)
+    assert task.idempotency_record("k") is None
 
 
-def test_switched_off_it_is_not_refused(app: Celery) -> None:
-    assert define(app, coroutine, idempotency_mode="off").idempotency_policy.mode == "off"
-
-
-def test_observed_it_is_not_refused_but_told(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
-    task = define(app, coroutine, idempotency_mode="observe")
-    assert "would have been refused: Task t is a coroutine or generator function" in caplog.text
-    found = task.apply(("k",)).result
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_observed_or_switched_off_it_is_as_with_celery(app: Celery, mode: str) -> None:
+    found = define(app, coroutine, idempotency_mode=mode).apply(("k",)).result
     assert asyncio.run(found) == "k"
 
 
@@ -88,15 +76,3 @@ def test_what_a_base_runs_is_guarded_until_its_end(app: Celery, base: Any) -> No
     assert task.idempotency_record("k") is None  # a failure gives the key back
     assert [task.apply(("k",)).get() for _ in range(3)] == ["receipt 2"] * 3
     assert runs == ["k", "k"]
-
-
-@pytest.mark.parametrize("body", [coroutine, generator])
-def test_what_hides_behind_a_decorator_fails_and_settles_nothing(app: Celery, body: Any) -> None:
-    def wrapper(key: str) -> Any:
-        return body(key)
-
-    task = define(app, wrapper)
-    error = task.apply(("k",)).result
-    assert isinstance(error, IdempotencyError)
-    assert "that was not run" in str(error)
-    assert task.idempotency_record("k") is None

@@ -447,7 +447,7 @@ def _list(app: Celery, form: FilterForm, selection: Selection, namespaces: list[
     )
     found = list(page.records)
     if chosen["key"] and not chosen["cursor"]:
-        found += finding.find(app, store, chosen["key"], selection, namespaces[:_ASKED])
+        found += finding.find(store, chosen["key"], selection, namespaces[:_ASKED])
         found = found or finding.find_task(store, chosen["key"], selection, LOOK_SECONDS)
     others = replace(selection, keys=frozenset())  # a task id is no key
     kept = {each.identity: each for each in found if others.includes(each, page.now_ms)}
