@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from celery.canvas import Signature
@@ -36,7 +36,9 @@ class TaskCodec:
         accept = tuple(conf.result_accept_content or conf.accept_content)
         name = policy.serializer or first_accepted(conf.result_serializer, accept)
         option = "idempotency_serializer" if policy.serializer else "result_serializer"
-        self._serializer = Serializer(name, accept, what=f"{option} of task {task}")
+        serializer = Serializer(name, accept, what=f"{option} of task {task}")
+        self._format, self.load_value = name, serializer.load
+        self.dump_given = partial(serializer.dump, max_bytes=policy.max_result_bytes)
         #: An app may publish in a format that it does not accept itself.
         accept = tuple(conf.accept_content)
         name = first_accepted(conf.task_serializer, accept)
@@ -50,7 +52,7 @@ class TaskCodec:
             return self._nothing
         if isinstance(value, ResultBase):
             value = value.as_tuple()  # type: ignore[attr-defined]  # of all results
-        return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        return self.dump_given(value)
 
     @cached_property
     def _nothing(self) -> Stored:
@@ -60,11 +62,7 @@ class TaskCodec:
     def dump_error(self, error: BaseException) -> Stored:
         """Serialize an exception as the result backend would."""
         backend: Any = self._app.backend
-        return self.dump_given(backend.prepare_exception(error, self._serializer.name))
-
-    def dump_given(self, value: object) -> Stored:
-        """Serialize a result that a person gives, or raise ``NotStored``."""
-        return self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        return self.dump_given(backend.prepare_exception(error, self._format))
 
     def dump_step(self, name: str, value: object) -> Stored:
         """Serialize the result of a step, or raise ``IdempotencyError``."""
@@ -75,10 +73,6 @@ class TaskCodec:
                 f"The result of step {name!r} of {self._task} cannot be recorded ({problem}): return a value from the "
                 "step that the serializer can write, or a smaller one."
             ) from None
-
-    def load_value(self, stored: Stored) -> object:
-        """Return a stored result; raises as :meth:`.Serializer.load`."""
-        return self._serializer.load(stored)
 
     def load_error(self, stored: Stored | None) -> Exception:
         """Return the stored exception; ``ResultUnavailable`` if there is none that may be raised again."""

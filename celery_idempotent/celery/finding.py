@@ -4,7 +4,7 @@
 
     order-17            the key "order-17" without a scope, in each namespace of the app; then, by a scan, everywhere
     17                  the keys 17 (a number) and "17" (a text)
-    --scope "user 3"    requests of the user with this primary key
+    --scope '["user", 3]'    requests of the user with this primary key
     4ce1…               the key of a call without one; else the task id of a record
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,8 +37,6 @@ STATES = ("any", "live", "stale", *State.__members__)
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
 #: How long the result backend is asked about a task.
 BACKEND_SECONDS = 2.0
-
-_NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 
 def pages(
@@ -130,7 +127,7 @@ def select(
     since_ms: int | None = None,
     before_ms: int | None = None,
 ) -> Selection:
-    """Return the selection of typed words, by default unfinished and FAILED records; raise as :func:`scopes_of`."""
+    """Return the selection of typed words, by default unfinished and FAILED records."""
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
     tasks = {each.name: each.identifier.namespace for each in definitions(app, load=True)}
     states = frozenset() if state or scope or key else UNFINISHED_AND_FAILED
@@ -139,7 +136,7 @@ def select(
         live=state == "live",
         stale=state == "stale",
         namespace=tasks.get(task, task) or None,
-        scopes=frozenset(scopes_of(scope) if scope else ()),
+        scopes=frozenset(spellings(scope, what="scope") if scope else ()),
         keys=frozenset(spellings(key) if key else ()),
         error=chosen.get("error") or "",
         since_ms=since_ms,
@@ -158,15 +155,6 @@ def spellings(text: str, *, what: str = "key") -> list[str]:
     if what == "key":
         found.append(task_id_key(text))
     return list(dict.fromkeys(found))
-
-
-def scopes_of(text: str) -> list[str]:
-    """Return the canonical scopes of a typed text; raise ``InvalidKey`` for ``user X`` if no user can have that key."""
-    word, _, pk = text.partition(" ")
-    if word != "user" or not (pk := pk.strip()):
-        return spellings(text, what="scope")
-    user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
-    return [canonical(user, what="scope", task="search")]
 
 
 def task_name(app: AnyCelery, identity: Identity) -> str:

@@ -13,7 +13,6 @@ from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.finding import celery_meta, task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
-from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
@@ -213,7 +212,6 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
     holder += f" ({host}, pid {pid})" if host else ""
     deadline, until = at(record.deadline_ms), at(record.updated_ms + policy.settled_keep_ms)
     publisher = "the next call" if record.message is None else "a sweep"
-    conflict = policy.on_conflict
     crashes = record.crashes + stale  # as the next claim counts them
     lost = "its lease ended without a result" if crashes else "its run ended after some steps"
     unended = known and (live or stale or interrupted)
@@ -223,7 +221,6 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
         "PENDING": " (nothing): ask the outside system",
         "SUCCESS": ": complete it with that result",
     }
-    waits = known and (stale or (crashes and interrupted)) and not ended
     claims = {
         "runs it": not crashes,
         "settles it FAILED (ProcessingTimedOut)": policy.on_stale == "fail",
@@ -232,9 +229,6 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
     }
     claimed = _first(claims)
     sweeps = sweeps_of(app, store, store.stats())[1] if stale else ""
-    broker, redelivered = redelivery_timeout(app), "once the connection of its worker is gone"
-    if broker is not None:
-        redelivered = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
     error = f" with {record.error.partition(':')[0]}" if record.error else ""
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
@@ -278,12 +272,10 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
         and ended,
         f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live
         and not ended,
-        f"A duplicate meanwhile follows idempotency_on_conflict={conflict!r}.": live and known,
         f"Its lease ran out {deadline}: its worker died, hangs, or did not reach the store.": stale,
         f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
         f"A delivery or call before that claims it at once, and {claimed}.": stale,
         f"The next delivery or call claims it, and {claimed}.": interrupted,
-        f"If its worker was lost, the broker delivers its message again {redelivered}.": waits,
         f"Kept until {until}, by the options of its task.": state.is_final and known,
         f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.is_final,
     }

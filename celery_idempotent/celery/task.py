@@ -25,6 +25,7 @@ from celery_idempotent.celery.delivery import (
     Delivery,
     deliver,
     delivery_of,
+    identify_delivery,
     next_after_ours,
 )
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
@@ -312,15 +313,10 @@ def _has_identity(sig: AnySignature, definition: Definition, identity: Identity)
     if sig.get("task") != definition.name:
         return False
     options = stamp.as_mapping(sig.get("options"))
-    said = stamp.read_stamp(stamp.as_mapping(options.get("headers")), None)
-    identified = definition.identifier.identify(
-        sig.get("args"),
-        sig.get("kwargs"),
-        task_id="",
-        key=options.get(stamp.KEY_HEADER, said.get(stamp.RAW_KEY)),
-        scope=options.get(stamp.SCOPE_HEADER, said.get(stamp.RAW_SCOPE)),
-    )
-    return identified.identity == identity
+    headers = stamp.as_mapping(options.get("headers"))
+    headers |= {name: options[name] for name in stamp.CALL_OPTIONS if name in options}
+    found = identify_delivery(definition, headers, sig["args"], sig["kwargs"], task_id="")
+    return found.identity == identity
 
 
 def _claiming_first(found: Any) -> Any:

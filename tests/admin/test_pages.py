@@ -241,7 +241,6 @@ def test_long_results_are_cut(memory: Store, serve: Serve, operator: Client) -> 
 BAD = [
     {"state": "DONE"},
     {"age": "1y"},
-    {"scope": "user " + "\u20ac" * 250},
     {"key": "x" * 256},
     {"key": "a\0b"},
     {"cursor": "x" * 101},
@@ -435,7 +434,7 @@ def test_the_page_of_a_record_names_the_other_scopes_that_have_its_key(
     sent = identity("order-1", scope='["user",17]')
     for about in (identity("order-1"), sent, identity("order-2")):
         settle(store, claim(store, about))
-    assert keys(operator.get(LIST, {"key": "order-1", "scope": "user 17"})) == {"order-1"}
+    assert keys(operator.get(LIST, {"key": "order-1", "scope": '["user", 17]'})) == {"order-1"}
     found: Any = operator.get(LIST, {"key": "order-1"})
     assert len(found.context_data["rows"]) == 2
     page = operator.get(address("order-1"))

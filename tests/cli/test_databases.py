@@ -60,7 +60,7 @@ def _forget(directory, alias, redis_url, settings):
         "REDIS_URL": redis_url,
         "IDEMPOTENCY_STORE": hybrid.format("default"),
     }
-    words = ("forget", "--all", "--scope", f"user {alice.pk}", "--yes", "--json")
+    words = ("forget", "--all", "--scope", f'["user", {alice.pk}]', "--yes", "--json")
     done = run_idempotency("testproject", env, *words, "--who", "alice", "--reason", "she asked")
     assert done.code == 0, done.text
     assert [line["outcome"] for line in done.objects] == ["done"] * 42

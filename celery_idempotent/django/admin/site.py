@@ -30,7 +30,7 @@ from celery_idempotent.django.admin import audit, overview
 from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.models import OutboxMessage
-from celery_idempotent.errors import IdempotencyError, InvalidKey
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, Selection, State
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import HOUR, MINUTE
@@ -231,8 +231,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             try:
                 selection = form.selection(app, get_store(app))
                 page = _list(app, form, selection, tasks)
-            except InvalidKey:
-                form.add_error("scope", "No user has such a primary key.")
             except ValueError:
                 form.add_error(None, "This page belongs to another list: start at the first page.")
         if page is not None:
