@@ -283,33 +283,18 @@ def test_the_message_decides_whether_it_is_ignored(shop: Shop):
     assert shop.asked == ["EVALSHA", "EVALSHA"]
 
 
-def test_an_eager_call_stores_nothing(shop: Shop):
+@pytest.mark.parametrize("how", ["eager", "pushed"])
+def test_without_a_tracer_nothing_is_stored(shop: Shop, how: str):
+    """Of an eager call, and where somebody pushed a request, as tests do, and called the task."""
     task: Any = shop.app.tasks["pay"]
-    result = task.apply()
-    assert result.get() == pay(None)
-    assert shop.stored(result.id)[0] is None
-
-
-# -- by another backend, or one that somebody changed ------------------------------------------------------------------
-
-
-def test_how_long_results_are_kept_may_change_between_two_runs(shop: Shop):
-    shop.run("pay")
-    backend: Any = shop.app.backend
-    backend.expires = 50
-    assert 0 < shop.stored(shop.run("pay"))[1] <= 50
-
-
-def test_without_a_tracer_nothing_is_stored(shop: Shop):
-    """Somebody pushed a request, as tests do, and called the task."""
-    task: Any = shop.app.tasks["pay"]
-    task.push_request(id="pushed", called_directly=False)
-    try:
+    if how == "eager":
+        assert task.apply(task_id=how).get() == pay(None)
+    else:
+        task.push_request(id=how, called_directly=False)
         assert task() == pay(None)
-    finally:
         task.pop_request()
-    assert shop.stored("pushed")[0] is None
-    assert shop.state("pay", "pushed") is State.COMPLETED
+        assert shop.state("pay", how) is State.COMPLETED
+    assert shop.stored(how)[0] is None
 
 
 def test_another_database_is_another_place(open_shop: Callable[..., Shop], databases: Any):
@@ -400,36 +385,30 @@ def test_a_result_of_a_run_or_a_duplicate_is_stored_and_told_as_celery_does(
 # -- hooks and signals -------------------------------------------------------------------------------------------------
 
 
-def test_hooks_and_signals_find_a_result_that_is_stored_and_the_backend_as_ever(shop: Shop):
-    heard: list[Any] = []
+@pytest.mark.parametrize(("what", "end"), [("", "success"), ("refused", "failure")])
+def test_hooks_and_signals_find_a_result_that_is_stored_and_the_backend_as_ever(
+    shop: Shop, what: str, end: str
+):
+    heard: dict[str, Any] = {}
 
-    def note(what: str, task: Any) -> None:
-        kind, again = type(task.backend), task.signature_from_request().options
+    def note(name: str, task: Any) -> None:
+        again = task.signature_from_request().options
         assert not again.get("ignore_result"), "a copy of the request has a result to store"
         state = task.AsyncResult(task.request.id).state
-        heard.append((what, task.request.ignore_result, kind, state))
+        heard[name] = task.request.ignore_result, type(task.backend), state
 
-    def hook(name: str) -> Any:
-        return lambda self, *_: note(name, self)
-
-    hooks = ("on_success", "on_failure", "after_return")
-    base = type("Heard", (IdempotentTask,), {"abstract": True, **{n: hook(n) for n in hooks}})
+    names = (f"on_{end}", "after_return")
+    hooks: Any = {n: lambda self, *_, n=n: note(n, self) for n in names}
+    base = type("Heard", (IdempotentTask,), {"abstract": True, **hooks})
     options: Any = {"base": base, "shared": False, "bind": True, "name": "heard"}
     shop.app.task(idempotency_permanent_errors=Refused, **options)(pay)
-    receivers = {
-        name: (lambda sender, _name=name, **_: note(_name, sender))
-        for name in ("task_success", "task_failure", "task_postrun")
-    }
-    for name, receiver in receivers.items():
-        getattr(signals, name).connect(receiver, sender=shop.app.tasks["heard"])
-    for what, end in {"": "success", "refused": "failure"}.items():
-        heard.clear()
-        shop.run("heard", what)
-        assert ("SETEX" in shop.asked) is bool(what)
-        names = {each[0] for each in heard}
-        assert names == {f"on_{end}", f"task_{end}", "after_return", "task_postrun"}
-        assert len(heard) == 4
-        assert {each[1:] for each in heard} == {(not what, RedisBackend, end.upper())}
+    for name in (f"task_{end}", "task_postrun"):
+        receiver: Any = lambda sender, name=name, **_: note(name, sender)  # noqa: E731
+        getattr(signals, name).connect(receiver, sender=shop.app.tasks["heard"], weak=False)
+    shop.run("heard", what)
+    assert ("SETEX" in shop.asked) is bool(what)
+    assert heard.keys() == {*names, f"task_{end}", "task_postrun"}
+    assert set(heard.values()) == {(not what, RedisBackend, end.upper())}
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------

@@ -175,21 +175,16 @@ def text_or_none(raw: Any) -> str | None:
         ("Größe 🚀", "Größe 🚀"),
         (17, "17"),
         (-1, "-1"),
-        (0, "0"),
         ("17", '"17"'),
         ("-0", '"-0"'),
-        ("1.0", "1.0"),
-        ("-", "-"),
         ("17\N{FULLWIDTH DIGIT ONE}", "17\N{FULLWIDTH DIGIT ONE}"),
         ('"17"', '"\\"17\\""'),
-        ("[1]", '"[1]"'),
         ("*0123", '"*0123"'),
         ("@id", '"@id"'),
         (AN_ID, str(AN_ID)),
         (("a", 17, AN_ID, ("ü",)), f'["a",17,"{AN_ID}",["ü"]]'),
         (("order", ""), '["order",""]'),
         (Kind.CARD, "card"),
-        (Level.HIGH, "3"),
         (Shout("quiet"), "quiet"),
         (Point(1, "2"), '[1,"2"]'),
         ("x" * 255, "x" * 255),
@@ -220,27 +215,18 @@ def test_a_key_is_the_same_on_both_sides_of_the_broker(serializer: str, raw: Any
         (True, "not bool"),
         (None, "not NoneType"),
         (1.5, "not float"),
-        (b"a", "not bytes"),
-        (decimal.Decimal(1), "not decimal.Decimal"),
         ({"a": 1}, "not dict"),
         (Colour.RED, "not .*Colour"),
         (Opaque(), "not .*Opaque"),
-        (ALL_ARGUMENTS, "not .*AllArguments"),
         (("a", None), "not NoneType"),
-        (("a", True), "not bool"),
         ("", "is empty"),
-        ((), "is empty"),
         ([], "is empty"),
         ("a\nb", "are not printable"),
-        ("a\x00", "are not printable"),
-        ("17\n", "are not printable"),
         ("\ud800", "are not printable"),
         ("\N{ZERO WIDTH SPACE}", "are not printable"),
         (("a", "b\t"), "are not printable"),
         ("x" * 256, "256 characters, and 255"),
         (("x" * 252,), "256 characters as JSON, and 255"),
-        ("@" + "x" * 253, "256 characters as JSON, and 255"),
-        ("7" * 254, "256 characters as JSON, and 255"),
         (10**255, "256 characters, and 255"),
         pytest.param(10**5000, "255 digits", id="endless"),
         (looped(), "contains itself"),
@@ -268,16 +254,12 @@ def test_a_task_id_key_shows_the_id_and_its_nesting(task_id: str, nesting: int, 
 
 @given(st.tuples(printable, st.integers(0, 9)), st.tuples(printable, st.integers(0, 9)))
 @example(("a", 1), ("a+1", 0))
+@example(("x" * 300, 0), ("x" * 300, 1))
+@example(("a\nb", 0), ("\ud800", 0))
 @example(("a+1", 0), ("a+1+0", 0))
 def test_task_ids_never_share_a_key(one: tuple[str, int], other: tuple[str, int]):
     assert (task_id_key(*one) == task_id_key(*other)) is (one == other)
-
-
-@pytest.mark.parametrize("task_id", ["x" * 300, "a\nb", "\ud800"])
-def test_any_task_id_has_a_key(task_id: str):
-    key = task_id_key(task_id)
-    assert len(key) == 66
-    assert key != task_id_key(task_id, 1)
+    assert len(task_id_key(*one)) <= 66
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -533,7 +515,7 @@ def test_a_default_without_canonical_form_is_left_out_when_it_is_the_very_same()
         fingerprint(1, Opaque(), task__=task)
 
 
-def test_a_fingerprint_may_count_some_arguments_only():
+def test_a_fingerprint_may_count_some_arguments_only_or_be_made_by_a_function():
     def of(*args: Any, by: Any) -> Any:
         return identify(charge, args, call_key="k", fingerprint=by).fingerprint
 
@@ -544,11 +526,6 @@ def test_a_fingerprint_may_count_some_arguments_only():
     assert of("o-1", 5, by=("amount", "currency")) != of("o-1", 5, "USD", by=("amount", "currency"))
     assert of({"id": 1, "at": 5}, 5, by="order_id.id") == of({"id": 1}, 5, by="order_id.id")
     assert of(None, 5, by="order_id") is not None
-
-
-def test_a_fingerprint_may_be_made_by_a_function():
-    def of(*args: Any, by: Any) -> Any:
-        return identify(charge, args, call_key="k", fingerprint=by).fingerprint
 
     def rounded(amount: Any, **_: Any) -> Any:
         return round(amount), b"\xff"
@@ -677,22 +654,15 @@ def test_a_key_that_was_handed_on_with_the_headers_of_another_message_is_not_thi
     [
         SECRET,
         5,
-        [],
-        {},
-        {"key": ""},
         {"key": None},
         {"key": 17},
         {"key": "x" * 256},
         {"key": SECRET + "\n"},
         {"key": "k", "scope": None},
         {"key": "k", "scope": "x" * 256},
-        {"key": "k", "scope": "\x00"},
-        {"key": "k", "fingerprint": ""},
         {"key": "k", "fingerprint": "0" * 33},
         {"key": "k", "fingerprint": "g" * 32},
-        {"key": "k", "fingerprint": "A" * 32},
         {"key": "k", "fingerprint": "0" * 32 + "\n"},
-        {"key": "k", "fingerprint": b"0" * 32},
     ],
 )
 def test_a_malformed_stamp_is_refused(header: Any):

@@ -147,19 +147,6 @@ class TestClaim:
             claim.step("pay", lambda: pytest.fail("it was called"))
         assert claim.phase is phase
 
-    def test_a_step_is_recorded_as_soon_as_the_store_is_back(self, store: Store):
-        claim, tries = stepping(store), []
-
-        def checkpoint(*_: object, **__: object) -> bool:
-            tries.append(1)
-            if len(tries) < 4:
-                raise StoreUnavailable("away")
-            return True
-
-        store.checkpoint = checkpoint  # type: ignore[method-assign]
-        assert claim.step("pay", lambda: "done") == "done"
-        assert len(tries) == 4
-
 
 class TestHeartbeat:
     def test_a_claim_is_renewed_at_a_third_of_its_lease(self, heartbeat, store):
@@ -226,15 +213,6 @@ class TestHeartbeat:
         assert not claim.lost
         assert "could not renew 1 claims" in caplog.text
         claim.ensure()
-
-    def test_one_store_that_is_away_does_not_stop_the_others(self, heartbeat):
-        away, there = Store(), Store()
-        away.errors = [StoreUnavailable("away")] * 1000
-        first, claim = take(away, "a"), take(there, "b")
-        heartbeat.add(first)
-        heartbeat.add(claim)
-        wait_for(lambda: len(there.renewals) >= 3, what="its beats")
-        assert not claim.lost
 
     def test_an_import_starts_no_thread_and_a_claim_one_that_keeps_no_process_from_ending(self):
         code = (

@@ -66,19 +66,6 @@ def test_no_module_is_left_out_of_the_wheel():
     assert wanted - there == set()
 
 
-def test_a_zipapp_has_the_scripts(tmp_path):
-    archive = shutil.make_archive(str(tmp_path / "app"), "zip", PACKAGE.parent, PACKAGE.name)
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from celery_idempotent.stores.redis import servers\n"
-        "print(servers.__file__, *sorted(servers.SCRIPTS))"
-    )
-    place, *scripts = run(program, archive, cwd=tmp_path).stdout.split()
-    assert place.startswith(archive)
-    lua = (SOURCE / "stores" / "redis" / "lua").glob("*.lua")
-    assert scripts == sorted(path.stem for path in lua)
-
-
 def test_the_version_is_told_once():
     need_wheel()
     (static,) = re.findall(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)

@@ -11,7 +11,7 @@ from celery.schedules import crontab
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
-from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
+from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -168,27 +168,6 @@ class TestSweep:
         monkeypatch.setattr(store, "sweep", and_then)
         assert sweep(make_app(store))["failed"] == 1
         assert store.get(stale) is None
-
-    def test_what_a_sweep_could_not_fail_is_failed_by_the_next_call(
-        self, store, clock, monkeypatch
-    ):
-        app = make_app(store)
-        task = define(app, idempotency_on_stale="fail")
-        held = self.hold(store, "a", on_stale="fail")
-        clock.advance(1000)
-
-        def away(_: object) -> bool:
-            raise StoreUnavailable("away")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "settle", away)
-            with pytest.raises(StoreUnavailable):
-                sweep(app)
-        assert store.get(held).state is State.INTERRUPTED
-        assert sweep(app)["failed"] == 0
-        with pytest.raises(ProcessingTimedOut):
-            task.apply(idempotency_key="a", throw=True)
-        assert store.get(held).state is State.FAILED
 
 
 def lambda_free() -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -128,16 +127,6 @@ class TestStamp:
         given = send(published, charge, "o-1", idempotency_key="mine", idempotency_scope="b")
         assert (given.stamp["key"], given.stamp["scope"]) == ("mine", "b")
         assert not [name for name in given.properties if "idempotency" in name]
-
-    @pytest.mark.parametrize(
-        "option", [{"idempotency_key": "mine"}, {"headers": {"idempotency_key": "mine"}}]
-    )
-    def test_a_signature_carries_its_key(self, app, published, charge, option):
-        sig = charge.s("o-1").set(**option)
-        sig.apply_async()
-        app.signature(json.loads(json.dumps(sig))).apply_async()
-        assert [message.stamp["key"] for message in published] == ["mine", "mine"]
-        assert published[0].id != published[1].id
 
     def test_nothing_is_published_with_a_key_that_cannot_be_used(self, published, charge):
         for bad in (True, "", "a\nb", 1.5, "x" * 256):
@@ -385,21 +374,6 @@ class TestConflicts:
         deliver(app, published[-1])
         assert runs == ["k"]
         assert app.AsyncResult(message.id).result == "ran"
-
-    def test_ignore_never_drops_the_holders_own_id(self, app, store, published, runs):
-        """It may be the only copy that the broker has of the holder's message."""
-
-        task = keyed(app, runs, idempotency_on_conflict="ignore")
-        message = send(published, task, "k")
-        hold(store, "k", "t", task_id=message.id)
-        deliver(app, message, redelivered=True)
-        (again,) = published[1:]
-        assert (again.id, again.args) == (message.id, message.args)
-        assert app.AsyncResult(message.id).state == "PENDING"
-        duplicate = send(published, task, "k")
-        deliver(app, duplicate)
-        assert published[-1] is duplicate
-        assert app.AsyncResult(duplicate.id).state == "IGNORED"
 
 
 def eta_in(message: SimpleNamespace) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -246,14 +245,6 @@ def test_what_would_have_been_is_a_warning(make, heard, outcome):
     assert "observed: task t (shop.charge) runs, and would have" in line.getMessage()
 
 
-def test_a_namespace_that_no_task_has_is_named_as_it_is(make, heard):
-    place = make()
-    claim_key(place.store, Identity(namespace="gone", key="o"), lease_ms=5000)
-    place.sweep()
-    event = heard.events[0][2]
-    assert (event.task, event.identity.namespace) == ("gone", "gone")
-
-
 @pytest.mark.parametrize(
     ("operation", "done", "expected"),
     [
@@ -283,13 +274,6 @@ def test_an_operation_is_told_with_who_and_why(make, heard, operation, done, exp
 def test_there_is_one_signal_for_each_documented_outcome():
     names = {name for name, each in vars(signals).items() if isinstance(each, Signal)}
     assert names == signals.OUTCOMES.keys() == documented().keys()
-
-
-def test_an_event_is_frozen_and_has_no_dict():
-    event = signals.Event(task="shop.charge")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        event.task = "another"  # type: ignore[misc]
-    assert not hasattr(event, "__dict__")
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["", "whatever a receiver raises"])
