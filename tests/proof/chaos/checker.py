@@ -152,6 +152,10 @@ class Checker:
                 return f"{fault['fault']} at {self._at(fault['t'])}"
         return ""
 
+    def _stepped(self, first: Note, second: Note) -> bool:
+        steps = [each["t"] for each in self._faults if each["explains"] == "stepped"]
+        return any(first["t"] - LATE < t < second["t"] for t in steps)
+
     # -- what is decided -----------------------------------------------------------------------------------------------
 
     def _check_claims(self, claims: list[Note]) -> None:
@@ -174,7 +178,8 @@ class Checker:
                 kind = first["id"].split()[0]
                 # Without retention the mark of a task lives for one more lease.
                 may = kind in EACH_RUNS and first["task_id"] != second["task_id"]
-                if not may and not (kind == "brief" and second["t"] > end["t"] + LEASE - LATE):
+                is_over = second["t"] > end["t"] + LEASE - LATE or self._stepped(end, second)
+                if not may and not (kind == "brief" and is_over):
                     self.wrong.append(f"{told}: settled at {self._at(end['t'])}, and claimed again")
 
     def _check_values(self) -> None:

@@ -101,6 +101,12 @@ def test_what_the_master_took_that_was_replaced_is_lost() -> None:
     assert not check(*again, {"t": 1.5, "what": "split", "end": 4.0}).wrong
 
 
+def test_a_mark_without_retention_ends_when_the_clock_steps_ahead() -> None:
+    brief = [{**each, "id": "brief key k"} for each in (*ONCE, verb(4, "claimed", 2))]
+    assert check(*brief).wrong
+    assert not check(*brief, {"t": 3, **KILL, "explains": "stepped"}).wrong
+
+
 def test_a_process_that_was_struck_may_claim_until_it_ends() -> None:
     struck = {"t": 0.2, "what": "struck", "n": 0, "hit": [6, 7]}
     end = {"t": 5, "what": "ended", "name": "w0", "pids": [6], "code": 0}
