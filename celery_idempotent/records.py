@@ -102,14 +102,14 @@ class Record:
     fingerprint: bytes | None = None
     task_id: str = ""
     worker: str = ""
+    on_stale: OnStale = "interrupt"
+    message: bytes | None = field(default=None, repr=False)  # has arguments
     value: Stored | None = None
     replaced: bool = False
     delivered: bool = False
     reserved: bool = False
     uncommitted: bool = False
     swept: bool = False
-    on_stale: OnStale = "interrupt"
-    message: bytes | None = field(default=None, repr=False)  # has arguments
     steps: tuple[tuple[str, Stored], ...] = ()
     note: str = ""
     copies: tuple[str, ...] = ()

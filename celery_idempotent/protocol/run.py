@@ -50,7 +50,6 @@ from celery_idempotent.records import (
 from celery_idempotent.serializers import log_not_kept
 from celery_idempotent.signals import Call, report
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.table import COPIES_MS
 
 logger = logging.getLogger(__name__)
 
@@ -440,10 +439,10 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
             message = run.kept_message()
         except Exception as error:  # noqa: BLE001  of arguments of any kind
             logger.warning("idempotency: the message of %s is not kept: %s", run.identity, error)
-    keep_ms = run.policy.settled_keep_ms
-    if run.record.copies:  # they may wait in a queue for long
-        keep_ms = max(keep_ms, COPIES_MS)
-    words = signals.error_in_words(outcome) if state is FAILED else ""
+    keep_ms, words = (
+        run.policy.settled_keep_ms,
+        signals.error_in_words(outcome) if state is FAILED else "",
+    )
     return SettleRequest(
         run.record, state, value, keep_ms, run.replaced, message=message, error=words
     )

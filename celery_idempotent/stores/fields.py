@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.stores.table import StoredRecord
 
 #: The letter that is stored for each state, for ever; databases have a letter more, django/sql/rows.py.
 _LETTERS = {"QUEUED": "Q", "PROCESSING": "P", "INTERRUPTED": "I", "COMPLETED": "C", "FAILED": "F"}
 LETTERS = {state: _LETTERS[state.name] for state in State}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
-_NAMES = {each.name for each in fields(Record)} | {"requeues", "attempt"}
+#: Where a stored record has its fields.
+STORED = {each.name: f"record.{each.name}" for each in fields(Record)} | {"requeues": "requeues"}
+_NAMES = {*STORED, "attempt"}
 #: A task id may be any text.
 _UTF_8 = ("utf-8", "surrogatepass")
 #: The content type and encoding of almost every value, which are left out.
@@ -60,8 +62,19 @@ class FieldCodec:
             for each in fields(Record)
             if each.default is not MISSING and each.name not in left_out
         } | {"requeues": 0}
-        #: Returns the line of these fields and the kind of the value. Most runs of a process have the same.
-        self.line: Callable[..., bytes] = lru_cache(maxsize=64)(self._line)
+        #: Reads a stored record's fields for a line, and writes the line.
+        self.read, self.line = self.reader_and_writer(STORED)
+
+    def reader_and_writer(
+        self, paths: Mapping[str, str]
+    ) -> tuple[Callable[[Any], Any], Callable[..., bytes]]:
+        """Return what reads the fields of a line where these paths lead, and what writes them and a value's kind.
+
+        Most runs of a process have the same line. Keeping it saves a fifth of a claim's instructions.
+        """
+        names = [name for name in paths if name in self.defaults]
+        read = attrgetter(*(paths[name] for name in names))
+        return read, lru_cache(maxsize=64)(partial(self._line, names))
 
     def extended(
         self,
@@ -83,13 +96,11 @@ class FieldCodec:
             line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
         return line
 
-    def fields_of(self, stored: StoredRecord) -> dict[str, Any]:
-        """Return the fields of a record that its line may have."""
-        known = {name: getattr(stored.record, name, None) for name in self.defaults}
-        return known | {"requeues": stored.requeues}
-
-    def _line(self, kind: tuple[str, str] | None, **fields: object) -> bytes:
-        unusual = {name: each for name, each in fields.items() if each != self.defaults[name]}
+    def _line(
+        self, names: Sequence[str], kind: tuple[str, str] | None, values: Sequence[object]
+    ) -> bytes:
+        found = zip(names, values, strict=True)
+        unusual = {name: each for name, each in found if each != self.defaults[name]}
         if kind not in (None, _USUAL_KIND):
             unusual["value"] = kind
         return self._to_json(unusual).encode(*_UTF_8) if unusual else b""

@@ -16,6 +16,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -255,8 +256,8 @@ def arguments(request: Request) -> VerbArguments:
     """Return the arguments of a claim, a reservation or a settle."""
     fields = fields_from(request)
     if isinstance(request, SettleRequest):
-        claim, restore, keep_ms = request.record, request.restore, max(request.keep_ms, 1)
-        args = VerbArguments(fields | {"copies": claim.copies}, b"", None, keep_ms, claim.token)
+        claim, restore = request.record, request.restore
+        args = VerbArguments(fields, b"", None, request.keep_ms, claim.token)
         args.state, args.restore, args.claim = None if restore else claim.state, restore, claim
         return args
     if isinstance(request, records.ClaimRequest):
@@ -269,22 +270,52 @@ def arguments(request: Request) -> VerbArguments:
     return VerbArguments(fields, attempt, delay_ms, request.keep_ms, each_runs=request.each_runs)
 
 
-def _shared(request: type) -> tuple[Sequence[str], attrgetter[tuple[Any, ...]]]:
+def _brought(request: type) -> dict[str, str]:
     # ``deadline_ms`` is a length of time in a request, and a point in time in a record.
     of_record = {each.name for each in fields(Record)} - {"deadline_ms"}
-    names = [each.name for each in fields(request) if each.name in of_record]
-    return names, attrgetter(*names)
+    paths = {each.name: each.name for each in fields(request) if each.name in of_record}
+    return paths | ({"copies": "record.copies"} if request is SettleRequest else {})
 
 
-#: The requests whose fields a record takes, if it has some of the same name.
+#: The requests whose fields a record takes.
 Request = records.ClaimRequest | records.ReserveRequest | SettleRequest
-SHARED = {request: _shared(request) for request in get_args(Request)}
+#: The fields that each brings, and where it has them.
+BROUGHT = {request: _brought(request) for request in get_args(Request)}
+#: Where a settle by the run itself has the fields of the end: some of its claim stay.
+SETTLED = BROUGHT[SettleRequest] | {name: f"record.{name}" for name in OUTCOME}
+_READERS = {
+    request: (tuple(paths), attrgetter(*paths.values())) for request, paths in BROUGHT.items()
+}
 
 
 def fields_from(request: Request) -> Fields:
     """Return the fields that a request brings for the record."""
-    names, read = SHARED[type(request)]
+    names, read = _READERS[type(request)]
     return dict(zip(names, read(request)))  # noqa: B905  strict takes time
+
+
+_BY_CLAIM = BROUGHT[records.ClaimRequest]
+#: What a claim brings for the fields of a record from there on: all but a field that was added at the end.
+_FIRST = (*takewhile(_BY_CLAIM.__contains__, UNCHANGED[UNCHANGED.index("fingerprint") :]),)
+_OTHERS = (*(_BY_CLAIM.keys() - {"identity", *_FIRST}),)
+_read_first = attrgetter(*_FIRST)
+
+
+def first_claim(request: records.ClaimRequest, token: int, now_ms: int) -> Record:
+    """Return the record of a claim that found none, as :func:`after` does.
+
+    By position, which saves a tenth of a claim's instructions.
+    """
+    known = request.identity, PROCESSING, token, now_ms, now_ms, now_ms + request.lease_ms, 0, 1
+    record = Record(*known, *_read_first(request))
+    for name in _OTHERS:
+        setattr(record, name, getattr(request, name))
+    return record
+
+
+def kept_ms(keep_ms: int, copies: Sequence[str]) -> int:
+    """Return for how long an end is kept: of a message that was sent more than once, a copy may wait in a queue."""
+    return max(keep_ms, COPIES_MS) if copies else keep_ms or 1
 
 
 Condition = Callable[[Any, VerbArguments, int], bool]
@@ -354,9 +385,9 @@ def after(
         if "attempts" in carried:
             fields["attempts"] += rule.attempts
         sent = (old.task_id,) if rule.resends else args.fields.get("copies", ())
-        if rule.verb == "settle" and old.copies:  # a sweep may have sent one since the claim
-            sent = sent or old.copies
-            keep_ms = max(keep_ms, COPIES_MS)
+        if rule.verb == "settle":
+            sent = sent or old.copies  # a sweep may have sent one since the claim
+            keep_ms = kept_ms(keep_ms, sent)
         if sent and (rule.resends or rule.verb == "settle" or "copies" in carried):
             fields["copies"] = (*dict.fromkeys((*old.copies, *sent)),)[-COPIES:]
         if rule.swept:

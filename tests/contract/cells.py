@@ -174,10 +174,10 @@ class CellContract(ContractBase):
                 break
             replay.ask(model.Call("tick", how=f"{model.TICK}"))
 
-    @pytest.mark.parametrize("kind", table.SHARED)
+    @pytest.mark.parametrize("kind", table.BROUGHT)
     def test_no_field_of_a_request_is_lost(self, store: Store, kind: type[table.Request]) -> None:
         """Each field alone, as some lead away from a verb's fast path, then all together."""
-        names = [name for name in table.SHARED[kind][0] if name != "identity"]
+        names = [name for name, path in table.BROUGHT[kind].items() if path == name != "identity"]
         for some in (*([name] for name in names), names):
             key = dataclasses.replace(KEY, key=" ".join(some))
             request = self._usual(store, kind, key)

@@ -28,6 +28,18 @@ _NICE = 10
 #: The folders of tests without a worker, the quickest first.
 _QUICK = ("unit", "stores", "http", "admin", "cli", "sql")
 
+#: Quick tests of files whose readers are elsewhere, beside those that notice their mutants.
+_ALSO = {
+    "protocol/options.py": (
+        "tests/docs/test_options_documented.py",
+        "tests/docs/test_docs.py::test_the_page_of_options_lists_every_option_and_nothing_else",
+        "tests/docs/test_docs.py::test_the_page_of_options_tells_the_defaults_that_the_code_has",
+        "tests/unit/test_policy.py",
+    ),
+    "records.py": ("tests/stores/test_memory.py", "tests/stores/test_redis.py"),
+    "stores/table.py": ("tests/stores/test_memory.py", "tests/stores/test_redis.py"),
+}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
@@ -66,14 +78,15 @@ def main() -> int:
 
 
 def tests_of(changed: list[str], found: list[Mutant]) -> set[str]:
-    """Return quick tests of changed files: those that notice their mutants, changed tests, those of pages."""
+    """Return quick tests of changed files: those that notice their mutants, changed tests, readers, pages."""
     names = {each.removeprefix("celery_idempotent/") for each in changed}
     killers = {tests for each in found if each.file in names for tests in each.killers}
     files = {tests.partition("::")[0] for tests in killers if _cost(tests)[0] < len(_QUICK)}
+    files |= {each for name in names for each in _ALSO.get(name, ())}
     files |= {each for each in changed if re.match(r"tests/.*/test_\w+\.py$", each)}
     if any(each.endswith(".md") for each in changed):
         files |= {f"tests/docs/test_{name}.py" for name in ("docs", "generated", "plain_words")}
-    return {each for each in files if Path(each).exists()}
+    return {each for each in files if Path(each.partition("::")[0]).exists()}
 
 
 def run(found: list[Mutant], instead: tuple[str, ...], jobs: int) -> int:

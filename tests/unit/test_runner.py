@@ -25,6 +25,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
+from celery_idempotent.stores import table
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
@@ -192,9 +193,10 @@ def never() -> Any:
 
 class TestRunning:
     def test_without_retention_the_end_of_a_call_that_was_sent_twice_is_kept_for_a_day(
-        self, execute, memory, clock
+        self, execute, memory, clock, monkeypatch
     ):
         """Its copy may wait in a queue."""
+        monkeypatch.setattr(table, "COPIES_MS", 24 * 3_600_000)  # the model of tests/proof has none
         for copies in ((), ("t1",)):
             request = ReserveRequest(
                 identity=IDENTITY, task_id="t1", deadline_ms=1000, keep_ms=1000, copies=copies

@@ -69,7 +69,7 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
     others = {name: each.hex() for name, each in ids.items() if each}
     kind = record.value and (record.value.content_type, record.value.content_encoding)
-    line = _CODEC.line(kind, **_CODEC.fields_of(stored))
+    line = _CODEC.line(kind, _CODEC.read(stored))
     line = _CODEC.extended(line, others, record.message, record.steps)
     # A sweep has to act on a lease, or on a message that it can send.
     is_due = record.state is State.PROCESSING or record.message is not None

@@ -32,13 +32,14 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
+from operator import attrgetter
 from struct import Struct
-from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import ATTEMPT_BYTES, Identity, Record, State, Stored
-from celery_idempotent.stores.fields import LETTERS, FieldCodec, Steps, Unreadable, without_long
-from celery_idempotent.stores.table import LEASED, StoredRecord
+from celery_idempotent.records import ATTEMPT_BYTES, ClaimRequest, Identity, Record, State
+from celery_idempotent.stores import table
+from celery_idempotent.stores.fields import LETTERS, STORED, FieldCodec, Unreadable, without_long
+from celery_idempotent.stores.table import BROUGHT, LEASED, StoredRecord
 
 LAYOUT = b"2"
 BUCKETS = 256  # fixed for this layout: it decides the names of records
@@ -117,34 +118,56 @@ def _bytes_of_uuid(task_id: str) -> bytes:
     return bytes.fromhex(task_id.replace("-", "")) if _is_uuid(task_id) else b""
 
 
-def pack_tail(
-    fields: Mapping[str, Any],
-    numbers: tuple[int, int, int, int],
-    task_id: str,
-    fingerprint: bytes | None,
-    value: Stored | None = None,
-    message: bytes | None = None,
-    steps: Steps = (),
-    *,
-    attempt: bytes = NO_ATTEMPT,
-    write: bytes = _NO_WRITE,
-) -> bytes:
-    """Return a record from its crashes on; ``numbers`` are those up to its flags, ``fields`` those of its line."""
-    task, is_long = _bytes_of_uuid(task_id), message is not None or bool(steps)
-    others = {"task_id": task_id} if task_id and not task else {}
-    kind = None if value is None else (value.content_type, value.content_encoding)
-    line = _CODEC.line(kind, **fields)
-    if is_long or others:
-        line = _CODEC.extended(line, others, message, steps)
-    flags = _ASKS if is_long or fields.get("reserved") else 0
-    if value is not None:
-        flags |= _HAS_VALUE
-    if fingerprint is not None:
-        flags |= _HAS_FINGERPRINT
-    crashes, attempts, updated_ms, delay_ms = numbers
-    known, task = fingerprint or _NO_ID, task or _NO_ID
-    tail = _TAIL.pack(crashes, attempts, updated_ms, delay_ms, flags, write, attempt, known, task)
-    return b"%b%b\n%b" % (tail, line, b"" if value is None else value.body)
+#: The fields with a place of their own or a flag, and their defaults; a request brings the first of them.
+_PLACED = {"task_id": "", "fingerprint": None, "message": None, "value": None} | {
+    "steps": (),
+    "reserved": False,
+}
+
+
+class Packer:
+    """Packs a record whose fields are where ``paths`` lead: in a stored record, or in the request for it."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._read, self._line = _CODEC.reader_and_writer(paths)
+        names = [name for name in _PLACED if name in paths]
+        assert names == [*_PLACED][: len(names)]
+        self._read_placed = attrgetter(*(paths[name] for name in names))
+        self._absent = (*_PLACED.values(),)[len(names) :]
+
+    def tail(
+        self,
+        subject: object,
+        numbers: tuple[int, int, int, int],
+        *,
+        attempt: bytes = NO_ATTEMPT,
+        write: bytes = _NO_WRITE,
+    ) -> bytes:
+        """Return a record from its crashes on; ``numbers`` are those up to its flags."""
+        task_id, fingerprint, message, value, steps, reserved = (
+            self._read_placed(subject) + self._absent
+        )
+        task, is_long = _bytes_of_uuid(task_id), message is not None or bool(steps)
+        others = {"task_id": task_id} if task_id and not task else {}
+        kind = None if value is None else (value.content_type, value.content_encoding)
+        line = self._line(kind, self._read(subject))
+        if is_long or others:
+            line = _CODEC.extended(line, others, message, steps)
+        flags = _ASKS if is_long or reserved else 0
+        if value is not None:
+            flags |= _HAS_VALUE
+        if fingerprint is not None:
+            flags |= _HAS_FINGERPRINT
+        crashes, attempts, updated_ms, delay_ms = numbers
+        known, task = fingerprint or _NO_ID, task or _NO_ID
+        tail = _TAIL.pack(
+            crashes, attempts, updated_ms, delay_ms, flags, write, attempt, known, task
+        )
+        return b"%b%b\n%b" % (tail, line, b"" if value is None else value.body)
+
+
+CLAIMED, SETTLED = Packer(BROUGHT[ClaimRequest]), Packer(table.SETTLED)
+_WHOLE = Packer(STORED)
 
 
 def pack(stored: StoredRecord, write: bytes) -> bytes:
@@ -153,8 +176,7 @@ def pack(stored: StoredRecord, write: bytes) -> bytes:
     updated_ms = record.updated_ms
     delay_ms = 0 if record.deadline_ms is None else record.deadline_ms - updated_ms
     numbers = min(record.crashes, MOST), min(record.attempts, MOST), updated_ms, delay_ms
-    known = record.task_id, record.fingerprint, record.value, record.message, record.steps
-    tail = pack_tail(_CODEC.fields_of(stored), numbers, *known, attempt=attempt, write=write)
+    tail = _WHOLE.tail(stored, numbers, attempt=attempt, write=write)
     return START.pack(STARTS[record.state], record.token, record.created_ms) + tail
 
 
