@@ -4,14 +4,14 @@
 
     app.add_middleware(IdempotencyMiddleware, store="redis://localhost:6379/1", scope=bearer_scope)
 
-The protocol runs in a thread, the application on the event loop, both in a task of their own::
+The protocol runs in a thread, the application on the event loop, in a task of its own::
 
     thread    claim ─┐                        ┌─ settle ─┐
     loop             └─▶ app: response ───────┘          └─▶ send ─▶ app: background tasks
 
 Who cancels the request, as a time-out around it or a server whose client hung up, waits no longer, and nothing is sent
-any more. The task goes on: between an effect and its record an end would release the key, and the next attempt would
-charge once more.
+any more. Thread and task go on: between an effect and its record an end would release the key, and the next attempt
+would charge once more.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
 from math import inf
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.http import requests
@@ -64,7 +65,7 @@ class IdempotencyMiddleware(Middleware):
         super().__init__(app, store=store, scope=scope, **options)
         # Not the loop's own: an endpoint that waits for one of its threads might never get one.
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="idempotency")
-        #: Requests that are not over, also those whose server no longer waits.
+        #: Requests that are not over, and for which their server no longer waits.
         self.works = set[asyncio.Task[None]]()
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
@@ -100,9 +101,16 @@ class _Exchange(ServedRequest):
     unread: bytes | None = None
     #: Has the server a part of the response?
     is_passed = False
-    #: The application, once it runs; is its response complete, for which the thread waits, and is that sent?
+    #: The application, once it runs; its response is complete, or never will be, then with an error for the thread.
     running: asyncio.Future[None] | None = None
-    complete: Future[None]
+    is_complete = False
+    completed: SimpleQueue[BaseException | None]
+    #: Whose key it is.
+    whose: object
+    #: What the thread returned or raised, which it says by ``answered``; the response is ``sent``.
+    found: object = None
+    error: BaseException | None = None
+    answered: asyncio.Event
     sent: asyncio.Event
     settle_seconds = inf
 
@@ -122,40 +130,55 @@ class _Exchange(ServedRequest):
                 if self.guard.key_header is None:
                     self.find_key()
             if self.raw_key is not None:
-                self.found = super().caller()
-                self.found = await self.found if isawaitable(self.found) else self.found
+                whose = super().caller()
+                self.whose = await whose if isawaitable(whose) else whose
         except RequestRefused as refused:
             self.become(refused.answer(self.options.docs_url))
             return await self._pass(more=False)
         if self.raw_key is None:
             return await self.run_unguarded()
-        work = self.loop.create_task(self._work())
-        self.works.add(work)
-        work.add_done_callback(self.works.discard)
+        self.answered = asyncio.Event()
+        # run_in_executor() takes 60 thousand instructions more.
+        self.pool.submit(copy_context().run, self._ask)
         try:
-            return await asyncio.shield(work)
+            return await self._finish()
         except asyncio.CancelledError:
             self.send = _drop
+            work = self.loop.create_task(self._finish())
+            self.works.add(work)
+            work.add_done_callback(self.works.discard)
             work.add_done_callback(_report_failure)
             raise
 
-    async def _work(self) -> None:
+    def _ask(self) -> None:
+        """Go through the protocol; this is the thread."""
         try:
+            self.found = self.answer()
+        except RequestRefused as refused:
+            self.found = refused.answer(self.options.docs_url)
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            self.error = error
+        self.loop.call_soon_threadsafe(self.answered.set)
+
+    async def _finish(self) -> None:
+        """Send the response when the thread is done, and wait for the end of the application."""
+        await self.answered.wait()
+        error = self.error
+        if error is None:
             try:
-                run = copy_context().run
-                found = await self.loop.run_in_executor(self.pool, run, self.answer)
-            except RequestRefused as refused:
-                found = refused.answer(self.options.docs_url)
-            if isinstance(found, Answer) and not self.is_passed:
-                self.become(found)
-            await self._pass(more=False)
-        finally:
-            if self.running is not None:
-                self.sent.set()
-                await self.running
+                if isinstance(self.found, Answer) and not self.is_passed:
+                    self.become(self.found)
+                await self._pass(more=False)
+            except Exception as failure:  # noqa: BLE001  raised when the application has ended
+                error = failure
+        if self.running is not None:
+            self.sent.set()
+            await asyncio.shield(self.running)
+        if error is not None:
+            raise error
 
     def caller(self) -> object:
-        return self.found
+        return self.whose
 
     async def _read(self) -> None:
         """Receive the body, whole and within its limit."""
@@ -169,7 +192,6 @@ class _Exchange(ServedRequest):
             size = -1 if message["type"] == "http.disconnect" else size + len(parts[-1])
         requests.check_size(size, declared, max_bytes=limit)
         self.body = self.unread = b"".join(parts)
-        self.given = self.environ, self.body
 
     # -- the application -----------------------------------------------------------------------------------------------
 
@@ -178,9 +200,10 @@ class _Exchange(ServedRequest):
 
     def respond(self) -> Stored:
         """Run the application on the event loop, in the context of this thread, until its response is complete."""
-        self.complete, self.sent = Future(), asyncio.Event()
+        self.completed, self.sent = SimpleQueue(), asyncio.Event()
         self.loop.call_soon_threadsafe(self._start)
-        self.complete.result()
+        if (error := self.completed.get()) is not None:
+            raise error
         return self.kept_response()
 
     def _start(self) -> None:
@@ -193,13 +216,10 @@ class _Exchange(ServedRequest):
         self.running.add_done_callback(self._ended)
 
     def _ended(self, running: asyncio.Future[None]) -> None:
-        if self.complete.done():
-            return
-        if running.cancelled():
-            self.complete.cancel()
-        else:
-            why = "the application returned before its response was complete"
-            self.complete.set_exception(running.exception() or RuntimeError(why))
+        if not self.is_complete:
+            why = "the application ended before its response was complete"
+            failure = None if running.cancelled() else running.exception()
+            self.completed.put(failure or RuntimeError(why))
 
     async def _receive(self) -> Message:
         """Give the application the body; a client that hangs up does so after the response."""
@@ -217,12 +237,13 @@ class _Exchange(ServedRequest):
             raw = message.get("headers", ())
             headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in raw]
             self.status, self.headers = message["status"], headers
-        elif message["type"] == "http.response.body" and not self.complete.done():
+        elif message["type"] == "http.response.body" and not self.is_complete:
             if self.is_large:
                 await self._pass(more=True)
             self.add(message.get("body", b""))
             if not message.get("more_body", False):
-                self.complete.set_result(None)
+                self.is_complete = True
+                self.completed.put(None)
                 await self.sent.wait()
 
     async def _pass(self, *, more: bool) -> None:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
@@ -46,6 +47,7 @@ _HOST = socket.gethostname()
 _ORIGIN = os.urandom(4).hex()
 
 
+@cache
 def worker_name(pid: int) -> str:
     """Return the name of this process, or of a child that it forked, in records: ``hostname:pid/id``."""
     return f"{_HOST}:{pid}/{_ORIGIN}"

@@ -17,7 +17,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import singledispatch
 from operator import methodcaller
 from typing import Final, NamedTuple
@@ -35,7 +35,7 @@ REPLAYED: Final = "Idempotent-Replayed"
 
 Headers = list[tuple[str, str]]
 #: Status, reason, headers and body of a response, and why its body is not stored, if that is so.
-Parts = tuple[int, str, Iterable[tuple[str, str]], bytes, str]
+Parts = tuple[int, str, Headers, bytes, str]
 
 
 @singledispatch
@@ -151,12 +151,13 @@ def make_problem(
 #: In the record only: the response was sent whole, and its body is not stored.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 #: Headers that are not stored: of one answer or one login; of one connection (RFC 9110, 7.6.1); of one trace; our own.
-_NEVER_KEPT: Final = re.compile(
-    r"(?i)\r\n(?:age|authentication-info|date|set-cookie|www-authenticate"
-    r"|connection|content-length|keep-alive|proxy-(?:authenticate|authentication-info|connection)|te|trailer"
-    r"|transfer-encoding|upgrade|via|b3|server-timing|traceparent|tracestate|traceresponse|uber-trace-id"
-    r"|x-amzn-trace-id|x-b3-sampled|x-b3-spanid|x-b3-traceid|x-cloud-trace-context|x-correlation-id|x-request-id"
-    rf"|{REPLAYED}|{_NOT_KEPT}):[^\r\n]*"
+_NEVER_KEPT: Final = frozenset(
+    f"""
+    age authentication-info date set-cookie www-authenticate
+    connection content-length keep-alive proxy-authenticate proxy-authentication-info proxy-connection te trailer
+    transfer-encoding upgrade via b3 server-timing traceparent tracestate traceresponse uber-trace-id x-amzn-trace-id
+    x-b3-sampled x-b3-spanid x-b3-traceid x-cloud-trace-context x-correlation-id x-request-id {REPLAYED} {_NOT_KEPT}
+    """.lower().split()
 )
 #: What a server sends: names are tokens, and no text has a control character (RFC 9110, 5.5 and 5.6.2).
 _TEXT: Final = r"[\t -~\x80-\xff]*"
@@ -188,19 +189,21 @@ class ResponseCodec:
             why = f"it has {len(body)} bytes"
         if not reason.isascii():
             reason = reason.encode("ascii", "replace").decode()
-        lines = [f"HTTP/1.1 {status} {reason}", *[key + ": " + value for key, value in headers]]
-        head = "\r\n".join(lines)
-        if not _HEAD.fullmatch(head) or head.count("\r\n") >= len(lines):
+        start = f"HTTP/1.1 {status} {reason}"
+        lines = [f"{name}: {value}" for name, value in headers]
+        head = "\r\n".join([start, *lines])
+        if not _HEAD.fullmatch(head) or head.count("\r\n") > len(lines):
             raise ValueError(
                 f"No server can send the status or a header of this response of {self._view}."
             )
-        head = _NEVER_KEPT.sub("", head)
+        each = zip(headers, lines, strict=True)
+        kept = [line for (name, _), line in each if name.lower() not in _NEVER_KEPT]
         if why:
-            body, head = b"", f"{lines[0]}\r\n{_NOT_KEPT}: {why}"
+            body, kept = b"", [f"{_NOT_KEPT}: {why}"]
             line = "idempotency: the response of %s is not stored (%s): a repetition gets 410"
             logger.warning(line, self._view, why)
-        packed = b"%b\r\n\r\n%b" % (head.encode("latin-1"), body)
-        return Stored(content_type=HTTP, content_encoding="binary", body=packed)
+        packed = "\r\n".join([start, *kept, "", ""]).encode("latin-1") + body
+        return Stored(HTTP, "binary", packed)
 
     def dump_error(self, error: BaseException) -> Stored:
         """Store what a caller may know."""
@@ -223,5 +226,5 @@ def read_response(stored: Stored) -> Answer:
         raise ResultUnavailable(
             f"The request was carried out and answered with {status}; the response was not kept: {headers[0][1]}."
         )
-    headers = _HEADER.findall(_NEVER_KEPT.sub("", lines))
-    return Answer(int(status), [*headers, (REPLAYED, "true")], body, reason)
+    kept = [each for each in headers if each[0].lower() not in _NEVER_KEPT]
+    return Answer(int(status), [*kept, (REPLAYED, "true")], body, reason)

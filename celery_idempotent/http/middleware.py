@@ -129,8 +129,8 @@ class Middleware:
         if method not in self.options.methods:
             return False
         # The path may have the prefix below which the application is mounted, and so may the option.
-        below = path.removeprefix(request.get("root_path") or _text(request, "SCRIPT_NAME"))
-        return path.startswith(paths) or below.startswith(paths)
+        prefix = request.get("root_path") or _text(request, "SCRIPT_NAME")
+        return path.startswith(paths) or path.removeprefix(prefix).startswith(paths)
 
 
 class ServedRequest(Exchange):
@@ -144,9 +144,13 @@ class ServedRequest(Exchange):
     def __init__(self, middleware: Middleware, request: Request) -> None:
         super().__init__(middleware.guard)
         self.app, self.environ = middleware.app, request
-        self.given, self.parts = (request,), list[bytes]()
+        self.parts = list[bytes]()
 
     # -- the request ---------------------------------------------------------------------------------------------------
+
+    def given(self) -> tuple[Request, bytes]:
+        """Return the request and its body."""
+        return self.environ, self.body
 
     def caller(self) -> object:
         """Return whose key it is."""
@@ -264,7 +268,6 @@ class _WsgiExchange(ServedRequest):
             size = -1
         requests.check_size(size, declared, max_bytes=limit)
         self.body = body = b"".join(parts)
-        self.given = self.environ, body
         length = {"wsgi.input": BytesIO(body), "CONTENT_LENGTH": str(len(body))}
         self.environ = {**self.environ, **length}
         self.environ.pop("HTTP_TRANSFER_ENCODING", None)

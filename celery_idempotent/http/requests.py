@@ -20,6 +20,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -38,12 +39,18 @@ Request = MutableMapping[str, Any]
 
 def read_header(request: Request, name: str, separator: str = ",") -> str | None:
     """Return the value of a header, all values if it was sent more than once; ``None`` without it."""
+    for_wsgi, raw = _spellings(name)
     if "headers" not in request:  # WSGI
-        name = name.upper().replace("-", "_")
-        return request.get(name if name == "CONTENT_TYPE" else f"HTTP_{name}")
-    raw = name.lower().encode()
+        return request.get(for_wsgi)
     found = [value.decode("latin-1") for each, value in request["headers"] if each == raw]
     return separator.join(found) if found else None
+
+
+@cache
+def _spellings(name: str) -> tuple[str, bytes]:
+    """Return the names of a header in an environ of WSGI, and in a scope of ASGI."""
+    key = name.upper().replace("-", "_")
+    return (key if key == "CONTENT_TYPE" else f"HTTP_{key}"), name.lower().encode()
 
 
 # -- the key -----------------------------------------------------------------------------------------------------------
@@ -123,7 +130,6 @@ def http_identity(namespace: str, scope: object, key: object) -> Identity:
 
 # -- the body ----------------------------------------------------------------------------------------------------------
 
-_LENGTH: Final = re.compile(r"[ \t]*([0-9]{1,18})[ \t]*")
 #: The form of a query string without fields.
 _NO_QUERY: Final = form({})
 _BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORECASE)
@@ -131,10 +137,10 @@ _BOUNDARY: Final = re.compile(r'; *boundary=(?:"([^"]+)"|([^";, ]+))', re.IGNORE
 
 def declared_size(content_length: object, *, max_bytes: int) -> int:
     """Return the size of a body that its ``Content-Length`` declares, 0 without one; refuse one over the limit."""
-    found = _LENGTH.fullmatch(str(content_length or "0"))
-    if found is None:
+    text = str(content_length or "0").strip(" \t")
+    if not text.isdecimal() or len(text) > 18:
         raise RequestRefused("body_unreadable", "Its Content-Length is not a number.")
-    size = int(found[1])
+    size = int(text)
     if size > max_bytes:
         check_size(size, size, max_bytes=max_bytes)
     return size
@@ -171,7 +177,7 @@ def fields_of(text: str) -> dict[str, list[str]]:
 
 def body_form(content_type: str, raw: bytes) -> str:
     """Return the form of a body: of JSON its value, of a form its fields, of a multipart one the bytes of its parts."""
-    kind = content_type.lower().partition(";")[0].strip()
+    kind = _kind_of(content_type)
     if kind == "application/json" or kind.endswith("+json"):
         # In UTF-8 (RFC 8259). Of a body that has no canonical form its bytes count.
         try:
@@ -191,6 +197,11 @@ def body_form(content_type: str, raw: bytes) -> str:
             parts.sort(key=lambda part: part.partition(b"\r\n\r\n")[0])
             return f"multipart {form([hashlib.sha256(part).hexdigest() for part in parts])}"
     return f"raw {quote(kind)} {hashlib.sha256(raw).hexdigest()}"
+
+
+@lru_cache(maxsize=64)
+def _kind_of(content_type: str) -> str:
+    return content_type.lower().partition(";")[0].strip()
 
 
 def _number(text: str) -> float | Written:

@@ -18,9 +18,12 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from json.encoder import encode_basestring_ascii
+from json.encoder import (  # type: ignore[attr-defined]  # typeshed does not know the first
+    c_make_encoder,
+    encode_basestring_ascii,
+)
 from typing import Any
 
 from kombu.utils.json import JSONEncoder
@@ -39,10 +42,11 @@ _SCALARS: dict[type, Callable[[Any], str]] = {
 
 _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
-#: Writes most forms. It sorts keys as they are: 9 before 10, which are texts after the broker.
-_encode = json.JSONEncoder(
-    check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
-).encode
+#: Writes most forms, in parts, with sorted keys. It sorts them as they are: 9 before 10, which are texts after the
+#: broker. ``JSONEncoder`` makes such a writer for each value, which takes as long as the writing.
+_write_parts: Callable[[object, int], Sequence[str]] = c_make_encoder(
+    None, _kombu_reduce, quote, None, ":", ",", True, False, True
+)
 #: A first key that may not have been a text: then no key of its dict was, or it could not be sorted.
 _CONVERTED_KEY = re.compile(r'\{"(?=[-0-9INtf])(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 
@@ -69,7 +73,7 @@ def form(value: object) -> str:
     try:
         if type(value) in _SCALARS:
             return _SCALARS[type(value)](value)
-        text = _encode(value)
+        text = "".join(_write_parts(value, 0))
         if not _CONVERTED_KEY.search(text):
             return text
     except (TypeError, ValueError, RecursionError):
@@ -81,10 +85,10 @@ def form(value: object) -> str:
 
 
 def _write(value: object) -> str:
-    """Return the form as :data:`_encode` does, of every value that has one."""
+    """Return the form as :data:`_write_parts` does, of every value that has one."""
     if value is None or isinstance(value, (str, int, float)):
         try:
-            return _encode(value)
+            return "".join(_write_parts(value, 0))
         except ValueError:  # CPython refuses to write ints of more than 4,300 decimal digits
             return hex(value)  # type: ignore[arg-type]
     if isinstance(value, Written):

@@ -93,10 +93,16 @@ class DjangoExchange(Exchange):
 
     def __init__(self, guard: Guard, seen: Any) -> None:
         super().__init__(guard)
-        self.seen, self.given = seen, (seen,)
+        self.seen = seen
         self.request: HttpRequest = getattr(seen, "_request", seen)
         self.environ = self.request.META
-        self.settle_seconds = 3.0 if isinstance(self.request, WSGIRequest) else inf
+
+    @property
+    def settle_seconds(self) -> float:  # type: ignore[override]  # noqa: D102
+        return 3.0 if isinstance(self.request, WSGIRequest) else inf
+
+    def given(self) -> tuple[object, ...]:  # noqa: D102
+        return (self.seen,)
 
     def caller(self) -> object:  # noqa: D102
         return caller_scope(self.seen, self.options)

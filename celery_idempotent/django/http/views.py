@@ -84,19 +84,20 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
     @cache
     def guard() -> Guard:  # made for the first request: the project's app is known by then
         name = f"{view.__module__}.{view.__qualname__}"
-        return Guard(name, view, http_options(given), partial(get_store, celery_app()))
+        options, opener = http_options(given), partial(get_store, celery_app())
+        return Guard(name, view, options, opener, only_keys=not guards)
 
     # With other settings (override_settings()) the options are read again.
     setting_changed.connect(lambda **_: guard.cache_clear(), weak=False)
 
     @wraps(view)
     def call(*args: Any, **kwargs: Any) -> object:
-        asked = _Call(guard(), view, args, kwargs, guards=guards)
+        asked = _Call(guard(), view, args, kwargs)
         return asked.serve() if asked.request.method in METHODS else view(*args, **kwargs)
 
     @wraps(view)
     async def await_(*args: Any, **kwargs: Any) -> object:
-        asked = _Call(guard(), view, args, kwargs, guards=guards)
+        asked = _Call(guard(), view, args, kwargs)
         if asked.request.method not in METHODS:
             return await view(*args, **kwargs)
         if guards:
@@ -116,11 +117,11 @@ def _decorated(view: ViewFunction, given: dict[str, object], *, guards: bool) ->
 
 def refuse_open_transactions() -> None:
     """Refuse to run inside a transaction: a record is settled after the COMMIT."""
-    for connection in connections.all():  # to ask which ones are initialized takes as long again
-        for block in getattr(connection, "atomic_blocks", ()):
+    for alias in connections:  # to ask which ones are initialized takes as long again
+        for block in getattr(connections[alias], "atomic_blocks", ()):
             if not getattr(block, "_from_testcase", False):
                 raise ImproperlyConfigured(
-                    f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be "
+                    f"An idempotent view runs inside a transaction on {alias!r}: its answer would be "
                     "recorded before the COMMIT, which may fail. Open the transaction inside of the view. Under "
                     "ATOMIC_REQUESTS put @non_atomic_requests above @idempotent_view or @api_view, on a class of views "
                     'as method_decorator(non_atomic_requests, name="dispatch").'
@@ -134,12 +135,9 @@ class _Call(DjangoExchange):
     rest: Any = None
     refuse_transactions = staticmethod(refuse_open_transactions)
 
-    def __init__(
-        self, guard: Guard, view: ViewFunction, args: Any, kwargs: Any, *, guards: bool = True
-    ) -> None:
-        self.at = 0 if hasattr(args[0], "META") else 1  # of a method
-        super().__init__(guard, args[self.at])
-        self.view, self.guards, self.args, self.kwargs = view, guards, args, kwargs
+    def __init__(self, guard: Guard, view: ViewFunction, args: Any, kwargs: Any) -> None:
+        super().__init__(guard, args[0] if hasattr(args[0], "META") else args[1])  # of a method
+        self.view, self.args, self.kwargs = view, args, kwargs
         request: Any = self.request
         request.idempotency_key, request.idempotency_options = None, self.options
         if request is not self.seen:
@@ -162,7 +160,7 @@ class _Call(DjangoExchange):
 
     def run_unguarded(self) -> Any:
         """Call the view, in a transaction if it is atomic; Django REST framework finishes its response."""
-        if self.guards and self.options.atomic:
+        if self.options.atomic and not self.guard.only_keys:
             return self.answer()
         self.rest, self.began = None, True
         self.request.idempotency_key = self.raw_key  # type: ignore[attr-defined]
@@ -184,7 +182,7 @@ class _Call(DjangoExchange):
 
     def refusal(self, authorize: RequestFunction) -> HttpResponseBase | None:
         """Ask about the request and the URL's arguments."""
-        found = authorize(*self.args[self.at :], **self.kwargs)
+        found = authorize(*self.args[self.args.index(self.seen) :], **self.kwargs)
         if isinstance(found, HttpResponseBase):
             return found
         if found is not True:  # for example a coroutine
