@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from celery.signals import worker_process_shutdown, worker_ready
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Record, Selection
 from celery_idempotent.settings import real_app
 from celery_idempotent.signals import OUTCOMES, Event, OutcomeSignal
 from celery_idempotent.stores import get_store
@@ -39,8 +38,6 @@ __all__ = ["StoreCollector", "install", "serve"]
 logger = logging.getLogger(__name__)
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-#: How many stale records are read, at most, to find the one that has been stale for longest.
-LOOK_AT: Final = 500
 
 #: The store's gauges, and what each says.
 GAUGES: Final = {
@@ -48,7 +45,6 @@ GAUGES: Final = {
     "store_problem": "Why store_up is 0: down (no answer), refused (rights, settings), read-only (full, a replica).",
     "store_since_seconds": "When the store was first used; it grows when the store loses its data.",
     "records": "Unfinished and failed records; live and stale ones are PROCESSING or QUEUED.",
-    "longest_stale_seconds": "How long ago the lease of the oldest stale claim ended, or 0.",
     "last_sweep_age_seconds": "How long ago the last sweep ended.",
     "outbox_messages": "Messages in the outbox.",
     "outbox_age_seconds": "How long the oldest message has waited in the outbox, or 0.",
@@ -135,11 +131,8 @@ class StoreCollector(Collector):
 
     def _ask(self) -> dict[str, float | dict[str, float]]:
         """Return the values by name; ages are by the store's clock, not by this machine's."""
-        stale: Sequence[Record] = ()
         try:
-            health = (store := get_store(self._app)).health()
-            if health.stats is not None:
-                stale = store.list(Selection(stale=True), limit=LOOK_AT, look_at=LOOK_AT).records
+            health = get_store(self._app).health()
         except IdempotencyError as error:
             health = Health("refused", error)
         if health.error is not None:
@@ -148,15 +141,12 @@ class StoreCollector(Collector):
         found["store_problem"] = {each: each == health.problem for each in get_args(Problem)}
         if (stats := health.stats) is None:
             return found
-        now_ms = stats.now_ms
-        oldest_ms = min((each.deadline_ms or now_ms for each in stale), default=now_ms)
         if stats.swept_ms is not None:
-            found["last_sweep_age_seconds"] = max(now_ms - stats.swept_ms, 0) / 1000
+            found["last_sweep_age_seconds"] = max(stats.now_ms - stats.swept_ms, 0) / 1000
         if health.mark:
             found["store_since_seconds"] = abs(health.mark) / 1000
         return found | {
             "records": {each: getattr(stats, each) for each in STATES},
-            "longest_stale_seconds": max(now_ms - oldest_ms, 0) / 1000,
             "outbox_messages": stats.outbox,
             "outbox_age_seconds": max(stats.outbox_ms or 0, 0) / 1000,
         }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.definition import definition_of, definitions
-from celery_idempotent.errors import InvalidKey
+from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.keys.rules import canonical, task_id_key
 from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, Selection, State
 
@@ -30,8 +31,17 @@ if TYPE_CHECKING:
 
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
-#: The names of states in the CLI; the admin has them but for the first.
-STATES = ("any", "live", "stale", *State.__members__)
+#: The names of states to choose from, each with what the admin says of it.
+STATES = {
+    "any": "Any state",
+    "live": "Live: queued or running",
+    "stale": "Stale: the lease ran out",
+    **{name: name for name in State.__members__},
+}
+
+#: A length of time, as it is typed.
+AGE = re.compile("([0-9]{1,9})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 #: The most keys that a page looks at, and the seconds of a search for a task id in the index.
 LOOK_AT, FIND_SECONDS = 5_000, 2.0
@@ -120,14 +130,12 @@ def read_whole(store: Store, identities: Iterable[Identity]) -> list[Record]:
     return [record for record in found if record is not None]
 
 
-def select(
-    app: AnyCelery,
-    chosen: Mapping[str, str | None],
-    *,
-    since_ms: int | None = None,
-    before_ms: int | None = None,
-) -> Selection:
-    """Return the selection of typed words, by default unfinished and FAILED records."""
+def select(app: AnyCelery, store: Store, chosen: Mapping[str, str | None]) -> Selection:
+    """Return the selection of typed words, by default unfinished and FAILED records.
+
+    Raises:
+        InvalidOption: if ``since`` or ``before`` is no length of time.
+    """
     task, scope, key, state = (chosen.get(name) or "" for name in ("task", "scope", "key", "state"))
     tasks = {each.name: each.identifier.namespace for each in definitions(app, load=True)}
     states = frozenset() if state or scope or key else UNFINISHED_AND_FAILED
@@ -139,9 +147,18 @@ def select(
         scopes=frozenset(spellings(scope, what="scope") if scope else ()),
         keys=frozenset(spellings(key) if key else ()),
         error=chosen.get("error") or "",
-        since_ms=since_ms,
-        before_ms=before_ms,
+        since_ms=_time(store, chosen.get("since")),
+        before_ms=_time(store, chosen.get("before")),
     )
+
+
+def _time(store: Store, age: str | None) -> int | None:
+    """Return the time of so long ago, by the store's clock."""
+    if not age:
+        return None
+    if (found := AGE.fullmatch(age)) is None:
+        raise InvalidOption(f"{age!r} is not a length of time: 90s, 10m, 2h or 1d.")
+    return store.now_ms() - int(found[1]) * _SECONDS[found[2]] * 1000
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:

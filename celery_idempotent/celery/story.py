@@ -51,6 +51,25 @@ def ago(ms: int, now_ms: int) -> str:
     return f"in {words}" if ms > now_ms else f"{words} ago"
 
 
+def cells(
+    app: AnyCelery, record: Record, now_ms: int, *, errors: bool = False
+) -> dict[str, object]:
+    """Return the columns of a record in a list; ``errors``: with their messages, which may be private."""
+    error = record.error if errors else record.error.partition(":")[0]
+    if record.state is State.INTERRUPTED:
+        error = f"Its {'lease ended without a result' if record.crashes else 'run ended after some steps'}."
+    return {
+        "key": record.identity.key,
+        "state": record.state.value + ", stale" * record.stale(now_ms),
+        "changed": ago(min(record.updated_ms, now_ms), now_ms),
+        "task": task_name(app, record.identity),
+        "scope": record.identity.scope,
+        "error": error,
+        "crashes": record.crashes,
+        "worker": record.worker.partition("/")[0],  # the rest tells machines of one name apart
+    }
+
+
 def show_value(app: AnyCelery, record: Record) -> str:
     """Return the result or error of a record as text, or the reason why it cannot be read."""
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -58,14 +57,6 @@ _flag = partial(Option, is_flag=True)
 _number = partial(Option, type=click.IntRange(1), show_default=True)
 
 
-def _milliseconds(text: str) -> int:
-    """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
-    found = re.fullmatch("([0-9]{1,9})([smhd])", text)
-    if found is None:
-        raise click.BadParameter(f"{text!r} is not a length of time: 90s, 10m, 2h or 1d.")
-    return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]] * 1000
-
-
 #: Which record a KEY is about.
 _ONE = [
     Option(["--task"], metavar="NAME", help="Only this task (or namespace)."),
@@ -78,16 +69,13 @@ _MANY = [
     Option(["--key"], metavar="KEY", help="Only this key, in every scope."),
     Option(
         ["--state"],
-        type=click.Choice(finding.STATES, case_sensitive=False),
+        type=click.Choice([*finding.STATES], case_sensitive=False),
         help="Only this state. Default: any with --key or --scope, else all but COMPLETED.",
     ),
-    Option(["--since"], type=_milliseconds, metavar="TIME", help="Changed within 10m, 2h, 1d."),
-    Option(["--before"], type=_milliseconds, metavar="TIME", help="Not changed for 10m, 2h, 1d."),
+    Option(["--since"], metavar="TIME", help="Changed within 10m, 2h, 1d."),
+    Option(["--before"], metavar="TIME", help="Not changed for 10m, 2h, 1d."),
     Option(["--error"], metavar="CLASS", help="Only FAILED ones with an error of this class."),
 ]
-
-#: The columns of a list; --columns has any field of --json as well.
-_COLUMNS = ("key", "task", "scope", "state", "changed", "error", "crashes", "worker")
 
 
 def _command(
@@ -141,21 +129,16 @@ def _write_story(told: story.Story) -> None:
             _paragraph(each, indent="  - ")
 
 
-def _write_table(
-    rows: Iterable[Mapping[str, object]], names: Sequence[str], *, err: bool = False
-) -> None:
-    """Write JSON lines, or the named fields as a table: in columns that fit a terminal, with tabs into a pipe."""
-    if _wants_json() and not err:
-        for row in rows:
-            _write(row)
-        return
+def _write_table(rows: Iterable[Mapping[str, object]], *, err: bool = False) -> None:
+    """Write a table, if it has a row: in columns that fit a terminal, with tabs into a pipe."""
 
-    def cells(row: Mapping[str, object]) -> list[str]:
-        if unknown := [each for each in names if each not in row]:
-            raise click.UsageError(f"{unknown[0]} is no column: choose from {', '.join(row)}.")
-        return [str(row[each] or "-") for each in names]
+    def read() -> Iterator[list[str]]:
+        for number, row in enumerate(rows):
+            if not number:
+                yield [name.upper() for name in row]
+            yield [str(each or "-") for each in row.values()]
 
-    lines = chain([[each.upper() for each in names]], map(cells, rows))
+    lines = read()
     if not sys.stdout.isatty():
         for line in lines:
             click.echo("\t".join(line), err=err)
@@ -172,21 +155,26 @@ def _write_records(
     app: Celery,
     records: Iterable[Record],
     now_ms: int,
-    columns: Sequence[str] = _COLUMNS,
+    columns: Sequence[str] = (),
     *,
     err: bool = False,
 ) -> None:
-    """Write records while they are found."""
+    """Write records while they are found, ``err``: for people alone."""
 
-    def fields(record: Record) -> dict[str, object]:
-        about = _object_of(app, record, now_ms)
-        if err or not _wants_json():
-            about["changed"] = story.ago(record.updated_ms, now_ms)
-            about["state"] = record.state.value + ", stale" * bool(about["stale"])
-            about["worker"] = record.worker.partition("/")[0]
-        return about
+    def chosen(record: Record) -> Mapping[str, object]:
+        cells = story.cells(app, record, now_ms)
+        if not columns:
+            return cells
+        known = {**_object_of(app, record, now_ms), **cells}
+        if unknown := [each for each in columns if each not in known]:
+            raise click.UsageError(f"{unknown[0]} is no column: choose from {', '.join(known)}.")
+        return {each: known[each] for each in columns}
 
-    _write_table(map(fields, records), columns, err=err)
+    if err or not _wants_json():
+        _write_table(map(chosen, records), err=err)
+        return
+    for each in records:
+        _write(_object_of(app, each, now_ms))
 
 
 def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
@@ -209,14 +197,9 @@ def _object_of(app: Celery, record: Record, now_ms: int) -> dict[str, object]:
     }
 
 
-def _selection(
-    app: Celery, *, since: int | None = None, before: int | None = None, **given: str | None
-) -> Selection:
+def _selection(app: Celery, **given: str | None) -> Selection:
     """Return the selection that the options describe."""
-    now_ms = get_store(app).now_ms()
-    since_ms = None if since is None else now_ms - since
-    before_ms = None if before is None else now_ms - before
-    found = finding.select(app, given, since_ms=since_ms, before_ms=before_ms)
+    found = finding.select(app, get_store(app), given)
     if found.namespace and found.namespace not in finding.namespaces(app):
         _note(f"No task of this app is called {given['task']}: it is taken as a namespace.")
     return found
@@ -241,11 +224,7 @@ def _selected(app: Celery, limit: int, **given: Any) -> Iterator[Record]:
         *_MANY,
         _number(["--limit"], default=50, help="At most this many records."),
         Option(
-            ["--columns"],
-            metavar="NAMES",
-            default=",".join(_COLUMNS),
-            show_default=True,
-            help="Other fields are those of --json.",
+            ["--columns"], metavar="NAMES", default="", help="These; others are those of --json."
         ),
         _flag(["--watch"], help="List them anew every two seconds, until Ctrl+C."),
     ],
@@ -263,8 +242,8 @@ def _list(app: Celery, limit: int, columns: str, watch: bool, **given: Any) -> N
                 limit = min(limit, max(shutil.get_terminal_size().lines - 4, 1))
             found = _selected(app, limit, **given)
             if first := next(found, None):
-                now_ms = get_store(app).now_ms()
-                _write_records(app, chain([first], found), now_ms, columns.split(","))
+                names = columns.split(",") if columns else []
+                _write_records(app, chain([first], found), get_store(app).now_ms(), names)
             else:
                 hint = "" if given["state"] else " For COMPLETED ones give --state COMPLETED."
                 _note(f"No such records.{hint}")
@@ -380,7 +359,7 @@ def _stats(app: Celery, task: str | None, hours: int) -> None:
         _note(f"No outcomes in the last {hours} h.")
     elif not _wants_json():
         _paragraph(f"In the last {hours} h:")
-        _write_table(map(_row_of, sorted(counts.items())), ["task", *story.SERIES])
+        _write_table(map(_row_of, sorted(counts.items())))
 
 
 def _row_of(counted: tuple[str, Counter[str]]) -> dict[str, object]:
@@ -598,7 +577,6 @@ def _check(app: Celery, health: bool) -> None:
 @_command(
     "web --port 8600",
     params=[
-        Option(["--host"], default="127.0.0.1", show_default=True, help="Where to listen."),
         _number(["--port"], default=8600, type=click.IntRange(0, 65535), help="0: any free one."),
         _flag(["--allow-operations"], help="Also operate on records, with --who in their notes."),
         _flag(["--allow-results"], help="Also show results and errors, which may be private."),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
 _LABEL = "celery_idempotent"
-_LOOPBACK = ["127.0.0.1", "localhost"]
+_LOOPBACK = "127.0.0.1"
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'"
 _CONTRIB = ("admin", "auth", "contenttypes", "messages", "staticfiles")
 _ENGINE = "django.template.backends.django"
@@ -92,15 +92,11 @@ class _Quiet(WSGIRequestHandler):
 
 
 def server_of(
-    app: Celery, *, host: str, port: int, who: str, allow_operations: bool, allow_results: bool
+    app: Celery, *, port: int, who: str, allow_operations: bool, allow_results: bool
 ) -> tuple[WSGIServer, str]:
     """Return a server of the pages, and the address that opens them; raise ``InvalidOption`` if there can be none."""
     if settings.configured or "DJANGO_SETTINGS_MODULE" in os.environ:
         raise InvalidOption("this app belongs to a Django project: use its admin.")
-    if allow_operations and host not in _LOOPBACK:
-        raise InvalidOption(
-            f"--allow-operations needs a --host of this machine alone, and {host} is none: use ssh -L instead."
-        )
     allowed = {f"{each}_record" for each in OPERATIONS if allow_operations}
     allowed |= {"view_idempotencyrecord", "view_result" if allow_results else ""}
     # All that the pages ask of a user.
@@ -112,7 +108,7 @@ def server_of(
         has_usable_password=lambda: False,
     )
     token, key = secrets.token_urlsafe(24), secrets.token_urlsafe(50)  # a restart logs all out
-    hosts = _LOOPBACK if host in _LOOPBACK else ["*"]
+    hosts = [_LOOPBACK, "localhost"]
     own = {"SECRET_KEY": key, "ALLOWED_HOSTS": hosts, "IDEMPOTENCY_WEB": (token, user)}
     own["TIME_ZONE"] = str(app.timezone)
     settings.configure(**_SETTINGS, **own, **{APP_SETTING: app})
@@ -125,8 +121,8 @@ def server_of(
     index = RedirectView.as_view(pattern_name=f"admin:{_LABEL}_idempotencyrecord_changelist")
     urlpatterns.extend([path("", index), path("admin/", index), path("admin/", site.urls)])
     try:
-        server = make_server(host, port, application, _Server, _Quiet)
+        server = make_server(_LOOPBACK, port, application, _Server, _Quiet)
     except OSError as error:
-        problem = f"http://{host}:{port} cannot be served: {error.strerror}. Choose another --port."
+        problem = f"port {port} cannot be served: {error.strerror}. Choose another --port."
         raise InvalidOption(problem) from None
-    return server, f"http://{host}:{server.server_port}/?token={token}"
+    return server, f"http://{_LOOPBACK}:{server.server_port}/?token={token}"

@@ -203,7 +203,7 @@ def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(open_as
     page = open_as("operator", "records/?state=FAILED")
     records = page.url.partition("?")[0]
     look_at(page, "list")
-    for where in ("?age=x&cursor=x", "../", "../?hours=24"):
+    for where in ("?since=x&cursor=x", "../", "../?hours=24"):
         page.goto(records + where)
         look_at(page, where)
     for key in ("done", "failed", "live"):

@@ -40,7 +40,7 @@ now: int = get_store(app).now_ms()
 metrics.install()
 checks.check(app)
 with testing.isolated_records(app) as store:
-    finding.find(store, "id", finding.select(app, {"task": "charge"}), [])
+    finding.find(store, "id", finding.select(app, store, {"task": "charge"}), [])
 enqueue(charge, ("a",), key="k", scope="tenant").status.bit_length()
 enqueue(charge, ("a",), key="k")  # wrong: reportCallIssue
 enqueue(charge, ("a",), key=7, scope="tenant")  # wrong: reportArgumentType

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from celery_idempotent.django.admin.site import IdempotencyRecordAdmin, OutboxAdmin
-from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage
+from celery_idempotent.django.admin.site import IdempotencyRecordAdmin
+from celery_idempotent.django.models import IdempotencyRecord
 
-__all__ = ["IdempotencyRecordAdmin", "OutboxAdmin"]
+__all__ = ["IdempotencyRecordAdmin"]
 
-# Autodiscovered. Another site registers them itself.
+# Autodiscovered. Another site registers it itself.
 admin.site.register(IdempotencyRecord, IdempotencyRecordAdmin)
-admin.site.register(OutboxMessage, OutboxAdmin)

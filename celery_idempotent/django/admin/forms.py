@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django import forms
+from django.core.validators import RegexValidator
 
-from celery_idempotent.celery.finding import select
+from celery_idempotent.celery.finding import AGE, STATES, select
 from celery_idempotent.celery.operations import Operation
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.records import Record, Selection, State, Stored
+from celery_idempotent.records import Record, Selection, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -20,57 +20,37 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-#: When a record changed its state, for the filter.
-_AGES = {
-    "last10m": ("within 10 minutes", "since_ms", timedelta(minutes=10)),
-    "last1h": ("within 1 hour", "since_ms", timedelta(hours=1)),
-    "last1d": ("within 1 day", "since_ms", timedelta(days=1)),
-    "1h": ("over 1 hour ago", "before_ms", timedelta(hours=1)),
-    "1d": ("over 1 day ago", "before_ms", timedelta(days=1)),
-    "7d": ("over 7 days ago", "before_ms", timedelta(days=7)),
-}
+_DEFAULT = "Unfinished and failed; any with scope or key"
 
-_STATES = {
-    "": "Unfinished and failed; any with scope or key",
-    "any": "Any state",
-    "live": "Live: queued or running",
-    "stale": "Stale: the lease ran out",
-    **{state.value: state.value for state in State},
-}
+_AGE = RegexValidator(f"^{AGE.pattern}$", "Write 90s, 10m, 2h or 1d.")
 
 
-def _text(label: str | None = None, **attributes: str) -> forms.CharField:
+def _text(label: str | None = None, *validators: Any, **attributes: str) -> forms.CharField:
     widget = forms.TextInput(attrs=attributes)
-    return forms.CharField(required=False, max_length=MAX_CHARS, label=label, widget=widget)
+    how: dict[str, Any] = {"max_length": MAX_CHARS, "validators": validators, "widget": widget}
+    return forms.CharField(required=False, label=label, **how)
 
 
 class FilterForm(forms.Form):
-    """Which records to list."""
+    """Which records to list: the options of ``celery idempotency list``."""
 
-    state = forms.ChoiceField(required=False, choices=[*_STATES.items()])
+    state = forms.ChoiceField(required=False, choices=[("", _DEFAULT), *STATES.items()])
     task = _text(list="idempotency-tasks")
     scope = _text(placeholder="tenant-1, or user 17")
-    age = forms.ChoiceField(
-        required=False,
-        label="Last change",
-        choices=[("", "Any time"), *((age, text) for age, (text, _, _) in _AGES.items())],
-    )
+    since = _text("Changed within", _AGE, placeholder="10m, 2h, 1d")
+    before = _text("Not changed for", _AGE, placeholder="10m, 2h, 1d")
     error = _text("Class of error", placeholder="ValueError")
     key = _text("Key, or task id")
     cursor = forms.CharField(required=False, max_length=100, widget=forms.HiddenInput)
 
     def chosen(self) -> dict[str, str]:
         """Return the filters that are set, for an address; without the place in the list."""
-        names = ("state", "task", "scope", "age", "error", "key")
-        return {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
+        given = self.cleaned_data.items()
+        return {name: text for name, text in given if text and name != "cursor"}
 
     def selection(self, app: Celery, store: Store) -> Selection:
         """Return the selection of these filters; raise as :func:`select`."""
-        bounds = {}
-        if age := self.cleaned_data["age"]:
-            _, bound, ago = _AGES[age]
-            bounds[bound] = store.now_ms() - ago // timedelta(milliseconds=1)
-        return select(app, self.chosen(), **bounds)
+        return select(app, store, self.chosen())
 
 
 class OperationForm(forms.Form):

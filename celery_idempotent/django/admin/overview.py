@@ -1,9 +1,9 @@
-"""Counters of the first page: as charts, whose bars are made on the server, and as groups of errors."""
+"""Counters of the first page: a chart, whose bars are made on the server, and the errors."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from celery_idempotent.celery.story import SERIES
@@ -14,35 +14,23 @@ _SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in 
 
 
 class Chart(NamedTuple):
-    """The outcomes of a task, or of all (""), and their sums by series, also in words.
+    """The outcomes of all tasks, 100 units high, each period 10 wide; ``summary``: their sums by series, in words.
 
-    A bar is a series, its place and size, and a title. The template draws charts 100 units high, each period 10 wide.
+    A bar is a series, its place and size, and a title.
     """
 
-    task: str
-    totals: Mapping[str, int]
     highest: int
     bars: Sequence[tuple[str, int, float, float, str]]
     summary: str
 
 
-def charts(counted: Iterable[Counted], period: Period, times: int, now_ms: int) -> list[Chart]:
-    """Return a chart of all tasks and one of each, the busiest first, over so many periods until now."""
-    starts = [period.start(now_ms, ago) for ago in reversed(range(times))]
-    tasks: dict[str, dict[int, Counter[str]]] = {}
+def chart(counted: Iterable[Counted], period: Period, times: int, now_ms: int) -> Chart:
+    """Draw a bar for each of so many periods until now, its series piled up; SVG counts from the top."""
+    counts = {period.start(now_ms, ago): Counter[str]() for ago in reversed(range(times))}
     for each in counted:
         series = _SERIES_OF.get(each.outcome)
-        if series is not None and each.start_ms in starts:
-            for task in ("", each.task):
-                of_task = tasks.setdefault(task, {start: Counter() for start in starts})
-                of_task[each.start_ms][series] += each.count
-    found = [_chart(task, of_task) for task, of_task in tasks.items()]
-    found.sort(key=lambda chart: (-sum(chart.totals.values()), chart.task))
-    return found[1:] if len(found) == 2 else found  # one task is all
-
-
-def _chart(task: str, counts: Mapping[int, Counter[str]]) -> Chart:
-    """Draw a bar for each period, its series piled up; SVG counts from the top."""
+        if series is not None and each.start_ms in counts:
+            counts[each.start_ms][series] += each.count
     # A run that was released or failed is drawn once, as that.
     drawn = {
         start: {**of, "runs": max(of["runs"] - of["failures"] - of["releases"], 0)}
@@ -58,9 +46,10 @@ def _chart(task: str, counts: Mapping[int, Counter[str]]) -> Chart:
                 y = max(round(y - height, 2), 0.0)
                 title = f"{moment(start):%Y-%m-%d %H:%M} UTC: {series} {counts[start][series]:,}"
                 bars.append((series, n * 10 + 1, y, height, title))
-    totals = {series: sum(of[series] for of in counts.values()) for series in SERIES}
-    summary = ", ".join(f"{series} {number:,}" for series, number in totals.items())
-    return Chart(task=task, totals=totals, highest=highest, bars=bars, summary=summary)
+    sums = {series: sum(of[series] for of in counts.values()) for series in SERIES}
+    return Chart(
+        highest, bars, ", ".join(f"{series} {number:,}" for series, number in sums.items())
+    )
 
 
 def errors(counted: Iterable[Counted]) -> list[tuple[str, str, str, int]]:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,14 +21,12 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
 
-from celery_idempotent import records
 from celery_idempotent.celery import finding, operations, story
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.operations import OPERATIONS, Operation, OperationRequest, Outcome
 from celery_idempotent.django.admin import audit, overview
 from celery_idempotent.django.admin.forms import FilterForm, OperationForm
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.models import OutboxMessage
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import HTTP_NAMESPACE, Identity, Page, Record, Selection, State
 from celery_idempotent.stores import get_store
@@ -37,7 +34,6 @@ from celery_idempotent.stores.base import HOUR, MINUTE
 
 if TYPE_CHECKING:
     from celery import Celery
-    from django.db.models import Model, QuerySet
 
 logger = logging.getLogger(__name__)
 
@@ -60,70 +56,37 @@ _VERDICTS: dict[operations.Verdict, str] = {
 }
 
 
-class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic only in the stubs
-    """Tasks make the records, and operations change them. Whoever may view records may view the outbox."""
+class Row(NamedTuple):
+    """A record in a list; ``verdict`` and ``text`` are those of an operation."""
+
+    record: Record
+    cells: Mapping[str, object]
+    address: str
+    mark: str
+    verdict: operations.Verdict | None = None
+    text: str = ""
+
+    @property
+    def details(self) -> Sequence[tuple[str, object]]:
+        """The cells after key and state, by name."""
+        return [*self.cells.items()][2:]
+
+
+class IdempotencyRecordAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic only in the stubs
+    """Pages over the records of the app's store. The work for a page is bounded, however many records there are.
+
+    Tasks make the records, and operations change them.
+    """
 
     def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         """Whether the user may see records."""
-        return request.user.has_perm("celery_idempotent.view_idempotencyrecord")
+        return self._may(request, "view_idempotencyrecord")
 
     def _nobody(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         return False
 
     has_add_permission = has_change_permission = has_delete_permission = _nobody
     has_module_permission = has_view_permission
-
-
-def _outbox_alias() -> str | None:
-    with contextlib.suppress(IdempotencyError):  # the other pages say what is wrong
-        return get_store(celery_app()).outbox_alias
-    return None
-
-
-class OutboxAdmin(ReadOnlyAdmin):
-    """Messages that are committed and not sent yet, without their arguments; the sweep sends them."""
-
-    list_display = ("task", "waits_since", "task_id", "key", "scope", "attempts", "error")
-    list_display_links = None
-    ordering = ("id",)
-
-    class Media:
-        css: Mapping[str, Sequence[str]] = {"all": ["celery_idempotent/admin/admin.css"]}
-
-    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Also require a store with an outbox."""
-        return super().has_view_permission(request, obj) and _outbox_alias() is not None
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
-        """Return the messages of the store's database."""
-        return super().get_queryset(request).using(_outbox_alias())
-
-    @admin.display(ordering="id")
-    def waits_since(self, message: OutboxMessage) -> datetime:
-        """Return when it was staged."""
-        return records.moment(message.created_ms)
-
-
-class Row(NamedTuple):
-    """A record in a list, with the ``age`` of its state, and ``why`` it is FAILED or INTERRUPTED.
-
-    ``verdict`` and ``text`` are those of an operation.
-    """
-
-    record: Record
-    stale: bool
-    address: str
-    task: str
-    owner: str
-    age: str
-    mark: str
-    verdict: operations.Verdict | None = None
-    text: str = ""
-    why: str = ""
-
-
-class IdempotencyRecordAdmin(ReadOnlyAdmin):
-    """Pages over the records of the app's store. The work for a page is bounded, however many records there are."""
 
     def get_urls(self) -> list[URLPattern]:
         """Return the addresses of the pages, by the names that Django's own pages link to."""
@@ -183,13 +146,9 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     def _row(self, app: Celery, record: Record, now_ms: int, *, errors: bool = False) -> Row:
         return Row(
             record=record,
-            stale=record.stale(now_ms),
+            cells=story.cells(app, record, now_ms, errors=errors),
             address=self._address_of(record.identity),
-            task=finding.task_name(app, record.identity),
-            owner=record.worker.partition("/")[0],  # the rest tells machines of one name apart
-            age=story.time_in_words(max(now_ms - record.updated_ms, 0)),
             mark=mark_of(record),
-            why=_why(record, errors=errors),
         )
 
     def overview_view(self, request: HttpRequest) -> HttpResponse:
@@ -206,7 +165,13 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             selections["Live: queued or running"] = Selection(live=True)
         context = {
             "title": "Idempotency",
-            "totals": _totals(stats),
+            "totals": {
+                "live": stats.live,
+                "stale": stats.stale,
+                **({} if stats.queued is None else {"QUEUED": stats.queued}),
+                "INTERRUPTED": stats.interrupted,
+                "FAILED": stats.failed,
+            },
             "stats": stats,
             "sweeps": story.sweeps_of(app, store, stats),
             "tables": {
@@ -215,7 +180,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
                 for page in [store.list(selection, limit=FIRST)]
             },
             "errors": overview.errors(counted),
-            "charts": overview.charts(counted, period, times, stats.now_ms),
+            "chart": overview.chart(counted, period, times, stats.now_ms),
             "by_hour": by_hour,
             "counts": store.supports_counting,
         }
@@ -225,7 +190,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         """Show the list of records."""
         app, form = celery_app(), FilterForm(request.GET)
         tasks = finding.namespaces(app)
-        page, rows, chosen, more, total = None, [], {}, "", None
+        page, rows, chosen, more = None, [], {}, ""
         if form.is_valid():
             chosen = form.chosen()
             try:
@@ -237,10 +202,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             errors = self._may(request, "view_result")
             rows = [self._row(app, each, page.now_ms, errors=errors) for each in page.records]
             more = page.cursor and "?" + urlencode({**chosen, "cursor": page.cursor})
-            if more and not chosen.keys() - {"state"}:
-                totals = _totals(get_store(app).stats())
-                every = sum(totals.values()) - totals.get("QUEUED", 0)  # which are live, too
-                total = totals.get(chosen["state"]) if chosen else every
         is_absent = [*chosen] == ["key"] and not (rows or more)
         context = {
             "title": "Idempotency records",
@@ -252,7 +213,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "rows": rows,
             "more": more,
             "most": MOST,
-            "total": total,
             "newest": page and selection.wanted <= _ENDED_BADLY,
             "tasks": tasks[:_SUGGESTED],
             "story": story.tell_absence(app, chosen["key"]) if is_absent else None,
@@ -275,7 +235,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             return self._render(request, "message", missing, status=404)
         may_see = self._may(request, "view_result")
         value = story.show_value(app, record) if may_see and not record.deadline_ms else ""
-        same_key = finding.select(app, {"key": identity.key})
+        same_key = finding.select(app, store, {"key": identity.key})
         others = finding.look(store, same_key, seconds=ELSEWHERE_SECONDS)
         elsewhere = [each for each in others.records if each.identity != identity]
         context = {
@@ -291,7 +251,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "value": value,
             "error": record.error if may_see else "",
             "operations": [
-                (each, _is_dangerous(each, record))
+                each
                 for each in operations.offered(app, record)
                 if self._may(request, f"{each}_record")
             ],
@@ -363,7 +323,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
             "total": len(rows),
             "doing": len(apply),
             "live": len(held),
-            "dangerous": any(_is_dangerous(operation, row.record) for row in apply),
             "left": len(skip),
             "one": len(rows) == 1,
             "form": form or OperationForm(operation, marks[0], live=bool(held)),
@@ -451,23 +410,3 @@ def _list(app: Celery, form: FilterForm, selection: Selection, namespaces: list[
     kept = {each.identity: each for each in found if others.includes(each, page.now_ms)}
     newest = sorted(kept.values(), key=lambda each: -each.updated_ms)
     return replace(page, records=tuple(newest))
-
-
-def _is_dangerous(operation: Operation, record: Record) -> bool:
-    """Can the operation repeat work that may have taken effect, or replace how it ended?"""
-    is_end = operation in ("complete", "fail")
-    return record.state.is_final or not (is_end or record.state is State.QUEUED)
-
-
-def _totals(stats: records.Stats) -> dict[str, int]:
-    """Return the numbers of records that the indexes tell, by the filter that lists them."""
-    found = {"live": stats.live, "stale": stats.stale}
-    found |= {} if stats.queued is None else {"QUEUED": stats.queued}
-    return found | {"INTERRUPTED": stats.interrupted, "FAILED": stats.failed}
-
-
-def _why(record: Record, *, errors: bool) -> str:
-    """Return the reason of a FAILED or INTERRUPTED state in a line; the message of an error only if permitted."""
-    if record.state is State.INTERRUPTED:
-        return f"Its {'lease ended without a result' if record.crashes else 'run ended after some steps'}."
-    return record.error if errors else record.error.partition(":")[0]

@@ -3,11 +3,7 @@ const board = document.getElementById("idem-live"), when = document.getElementBy
 const auto = document.getElementById("idem-auto");
 const isUsed = () => board.contains(document.activeElement);
 async function refresh() {
-  if (document.hidden || !auto.firstElementChild.checked) return;
-  if (isUsed()) {
-    when.textContent = "Paused while you are in it.";
-    return;
-  }
+  if (document.hidden || !auto.firstElementChild.checked || isUsed()) return;
   try {
     const answer = await fetch(location.href, { redirect: "error", signal: AbortSignal.timeout(4000) });
     if (!answer.ok) throw new Error(answer.status === 503 ? "the store does not answer" : `HTTP ${answer.status}`);
@@ -20,6 +16,5 @@ async function refresh() {
 }
 auto.hidden = false;
 auto.addEventListener("change", refresh);
-board.addEventListener("focusin", refresh);
 document.addEventListener("visibilitychange", refresh);
 setInterval(refresh, 5000);
