@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -156,10 +155,7 @@ def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str
 
 
 def gone(pid: int) -> bool:
-    """Has this process ended, reaped or not?"""
-    # WNOWAIT leaves the child to the pool. Some platforms have no waitid().
-    with suppress(ChildProcessError, AttributeError):
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    """Has this process ended, and the pool waited for it?"""
     try:
         os.kill(pid, 0)
     except OSError as error:  # we may not signal it, or there is none

@@ -204,27 +204,19 @@ def read_task_options(
     Raises:
         InvalidOption: for an ``idempotency_*`` attribute that is no option, or a bad value.
     """
-    where, given, of_app = f"task {name}", dict[str, object](), dict[str, object]()
+    where, given = f"task {name}", dict[str, Any]()
     for each in _TASK_OPTIONS:
         # Not through an instance, which would bind functions.
         value = inspect.getattr_static(task, PREFIX + each, _UNSET)
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        if value is not _UNSET:
+        if value is not _UNSET or (value := setting(PREFIX + each, _UNSET)) is not _UNSET:
             given[each] = value
-        elif (value := setting(PREFIX + each, _UNSET)) is not _UNSET:
-            of_app[each] = value
     named = [each.removeprefix(PREFIX) for each in dir(task) if each.startswith(PREFIX)]
     unknown = [each for each in named if each not in _METHODS]
     refuse_unknown(unknown, _TASK_OPTIONS, where=where, prefix=PREFIX)
-    about: dict[str, Any] = {
-        each: source.pop(each)
-        for source in (of_app, given)
-        for each in KEY_OPTIONS
-        if each in source
-    }
-    sources = [(f"{where}, a setting of the app,", of_app), (where, given)]
-    policy = read_options(Policy, sources, prefix=PREFIX)
+    about = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
+    policy = read_options(Policy, [(where, given)], prefix=PREFIX)
     if policy.on_duplicate == "replace" and policy.publish_once != "until_start":
         problem = f"needs {PREFIX}publish_once='until_start': only a call that waits can take other arguments"
         raise bad_option(f"{PREFIX}on_duplicate", where, "replace", problem, "Set both.")
