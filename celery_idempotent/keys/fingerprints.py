@@ -80,17 +80,16 @@ def form(value: object) -> str:
         pass
     try:
         return _write(value)
-    except RecursionError:
-        raise NoFormError("it contains itself, or is nested too deeply") from None
+    except (ValueError, RecursionError):  # CPython writes no int of more than 4,300 digits
+        raise NoFormError(
+            "it contains itself, or is nested too deeply, or too long a number"
+        ) from None
 
 
 def _write(value: object) -> str:
     """Return the form as :data:`_write_parts` does, of every value that has one."""
     if value is None or isinstance(value, (str, int, float)):
-        try:
-            return "".join(_write_parts(value, 0))
-        except ValueError:  # CPython refuses to write ints of more than 4,300 decimal digits
-            return hex(value)  # type: ignore[arg-type]
+        return "".join(_write_parts(value, 0))
     if isinstance(value, Written):
         return value.form
     if isinstance(value, dict):

@@ -215,7 +215,7 @@ def read_task_options(
     named = [each.removeprefix(PREFIX) for each in dir(task) if each.startswith(PREFIX)]
     unknown = [each for each in named if each not in _METHODS]
     refuse_unknown(unknown, _TASK_OPTIONS, where=where, prefix=PREFIX)
-    about = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
+    about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
     policy = read_options(Policy, [(where, given)], prefix=PREFIX)
     if policy.on_duplicate == "replace" and policy.publish_once != "until_start":
         problem = f"needs {PREFIX}publish_once='until_start': only a call that waits can take other arguments"
