@@ -16,9 +16,7 @@ from celery_idempotent import signals as counters_module
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.signals import Counters
 from celery_idempotent.stores.memory import MemoryStore
-from tests.support.runs import Replay
 from tests.support.workers import child_environment
-from tests.unit.test_runner import a_call, make_runner
 
 
 @pytest.fixture
@@ -31,21 +29,6 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
 
 def counted(store: MemoryStore) -> dict[tuple[str, str], int]:
     return {(each.task, each.outcome): each.count for each in store.counts(hours=2)}
-
-
-def test_runs_and_replays_are_counted_by_task(store, counters):
-    runner = make_runner(store)
-    runner.execute(a_call(), lambda: 42)
-    assert isinstance(runner.execute(a_call("t2"), lambda: 42), Replay)
-    assert counted(store) == {}
-    counters.write()
-    assert counted(store) == {
-        ("shop.charge", "claimed"): 1,
-        ("shop.charge", "settled"): 1,
-        ("shop.charge", "replayed"): 1,
-    }
-    counters.write()
-    assert counted(store)["shop.charge", "claimed"] == 1
 
 
 def test_nothing_is_written_more_often_than_every_few_seconds(store, counters):

@@ -12,7 +12,7 @@ from celery_idempotent import IdempotentTask
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing import FakeClock, isolated_records
+from celery_idempotent.testing import isolated_records
 from tests.support.workers import child_environment
 
 #: Nobody is there.
@@ -37,14 +37,6 @@ def test_a_second_call_is_a_duplicate_within_the_block_and_none_in_the_next(shop
         with isolated_records(shop):
             answers = [shop.tasks["pay"].delay("order-17").get() for _ in range(2)]
         assert answers == [expected, expected]
-
-
-def test_a_test_may_move_the_time(shop, runs):
-    clock = FakeClock()
-    with isolated_records(shop, clock=clock):
-        assert shop.tasks["pay"].delay("order-17").get() == 1
-        clock.advance(25 * 3_600_000)
-        assert shop.tasks["pay"].delay("order-17").get() == 2
 
 
 def test_an_app_that_has_no_store_yet_has_one_meanwhile(shop, runs):

@@ -108,16 +108,6 @@ def careless(bank: Bank) -> Callable[..., Any]:
     return careless
 
 
-def careful(bank: Bank) -> Callable[..., Any]:
-    def careful(self: Any, order: str) -> str:
-        key = self.idempotency.derived_key("charge")
-        for _ in range(2):
-            charged = bank.charge(order, key)
-        return charged
-
-    return careful
-
-
 class TestSignatures:
     """They bring what a call takes beside its arguments: a key, a scope."""
 
@@ -167,15 +157,6 @@ class TestCrashMatrix:
             crash_matrix(
                 task(private), arguments=lambda name: [name], effects=lambda _: len(charges)
             )
-
-    def test_a_task_with_a_key_of_its_own_at_the_bank_passes_at_every_line(self, task, bank):
-        report = crash_matrix(
-            task(careful(bank)), arguments=lambda name: [name], effects=bank.charges
-        )
-        assert report.ok
-        # Before the first line, after each of 2 + 3 + 2 lines, and after the run.
-        assert [place.line > 0 for place in report.places] == [False, *[True] * 7, False]
-        assert {(place.effects, place.state) for place in report.places} == {(1, "SUCCESS")}
 
 
 class TestLostWorkers:

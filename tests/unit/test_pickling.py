@@ -14,7 +14,6 @@ from kombu.exceptions import OperationalError
 from tblib import pickling_support  # type: ignore[import-untyped]
 
 from celery_idempotent import (
-    FingerprintMismatch,
     IdempotentTask,
     InProgress,
     StoreUnavailable,
@@ -68,16 +67,6 @@ def raised_by(app: Celery, body: Any, kind: type[BaseException], **options: Any)
     return loaded
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"), [({}, Ignore), ({"serializer": "no such thing"}, Exception)]
-)
-def test_a_replacement(app, options, kind):
-    @app.task(name="other", base=IdempotentTask, shared=False)
-    def other() -> None: ...
-
-    assert raised_by(app, lambda self: self.replace(other.si().set(**options)), kind)
-
-
 def test_a_store_that_fails(app, store, monkeypatch):
     def claim(*_: object) -> None:
         raise StoreUnavailable("gone") from Unpicklable()
@@ -95,11 +84,6 @@ def test_a_conflict(app, store, policy, kind):
     assert raised_by(app, lambda _: None, kind, idempotency_on_conflict=policy)
 
 
-def test_another_fingerprint(app, store):
-    claim_key(store, IDENTITY, fingerprint=b"another")
-    assert raised_by(app, lambda _: None, FingerprintMismatch)
-
-
 def test_a_copy_that_a_broker_does_not_take(app, store, monkeypatch):
     class Gone(OperationalError):
         def __init__(self, *_: object) -> None:
@@ -114,7 +98,3 @@ def test_a_copy_that_a_broker_does_not_take(app, store, monkeypatch):
     monkeypatch.setattr(app, "send_task", send)
     monkeypatch.setattr(app.amqp, "send_task_message", send)
     assert raised_by(app, lambda _: None, Reject)
-
-
-def test_a_retry(app):
-    assert raised_by(app, lambda self: self.retry(), Retry)

@@ -82,25 +82,6 @@ class TestRegistration:
         assert app.tasks[SWEEP].acks_late is False
         assert app.tasks[SWEEP].apply().get()["interrupted"] == 0
 
-    def test_it_has_the_class_that_the_app_gives_its_tasks(self):
-        """As tenant-schemas-celery does, whose receivers ask every task for its tenant."""
-
-        class TenantTask(Task):
-            def tenant(self) -> str:
-                return "public"
-
-        class TenantApp(Celery):
-            def create_task_cls(self) -> Any:
-                return self.subclass_with_self(
-                    TenantTask, name="TenantTask", attribute="_app", abstract=True
-                )
-
-        app = TenantApp("t", broker="memory://", set_as_current=False)
-        app.conf.idempotency_store = "memory://"
-        define(app)
-        app.finalize()
-        assert app.tasks[SWEEP].tenant() == "public"
-
 
 class TestSchedule:
     def test_an_entry_of_the_users_own_is_kept(self):

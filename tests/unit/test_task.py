@@ -13,7 +13,6 @@ import celery
 import pytest
 from celery import Celery, chain, group
 from celery.app.trace import build_tracer
-from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -213,26 +212,6 @@ class TestForwardedHeaders:
         self.has_run(app, published, self.send(app, published, key="batch-3"))
         assert sorted(runs) == [1, 2]
 
-    def test_nor_does_it_share_their_fate(self, app, store, published, family):
-        """What its publisher wants to learn of a failure, and how often it came round, are the parent's alone."""
-
-        def does(task: Any) -> None:
-            family["keyed"].apply_async((-1,), headers=task.request.headers)
-
-        family["does"] = does
-        message = self.send(app, published, key="p", keep_failure=True)
-        other = hold(store, "p", "parent")
-        deliver(app, message)
-        store.release(other.identity, token=other.token)
-        deliver(app, published[-1])
-        child = published[-1]
-        assert child.task == "keyed"
-        assert child.stamp.keys() == {"id", "key", "fingerprint"}
-        assert child.stamp["id"] == child.id
-        assert not [name for name in child.headers if name.startswith("idempotency_")]
-        deliver(app, child)
-        assert record(store, "-1", "keyed") is None, "released, as for anybody who does not ask"
-
     def test_its_retry_keeps_what_was_said(self, app, store, published, family):
         def does(task: Any) -> None:
             if not task.request.retries:
@@ -272,16 +251,6 @@ class TestCelerysStamps:
         deliver(app, message)
         assert record(store, "stamped").state is State.COMPLETED
         assert record(store, "o-1") is None
-
-    def test_a_visitor_reaches_every_member(self, app, published, charge):
-        class Keys(StampingVisitor):  # type: ignore[misc]
-            def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
-                return {"idempotency_key": f"key of {sig.args[0]}"}
-
-        steps = group(charge.si("a"), charge.si("b"))
-        steps.stamp(visitor=Keys())
-        steps.apply_async()
-        assert sorted(message.stamp["key"] for message in published) == ["key of a", "key of b"]
 
 
 class TestDelivery:
