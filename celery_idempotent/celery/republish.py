@@ -15,6 +15,7 @@ from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
 from celery_idempotent import backoff
+from celery_idempotent.celery import losses
 from celery_idempotent.celery.typed import AnyTask, Options, Sig
 from celery_idempotent.errors import InProgress
 from celery_idempotent.keys.stamp import STAMP_HEADER, as_mapping, read_stamp, with_stamp
@@ -69,8 +70,11 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     A redelivery of the holder's message is always republished, without a result state: it may be the broker's only
     copy, and its failure would fail the chord and chain of the holder's run.
     """
-    request, on_conflict, left = run.request, run.policy.on_conflict, left_ms / 1000
+    request, on_conflict = run.request, run.policy.on_conflict
     is_redelivery = record.task_id == request.id
+    if is_redelivery and losses.is_over(run.task, run.store, record):
+        left_ms = 0
+    left = left_ms / 1000
     found = f"held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed"
     if record.state.is_final:
         found = f"completed by task {record.task_id}, whose result is not in the result backend yet"

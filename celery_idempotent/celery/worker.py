@@ -18,15 +18,13 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import backoff, signals
-from celery_idempotent.celery import republish
+from celery_idempotent import backoff
+from celery_idempotent.celery import losses, republish
 from celery_idempotent.celery.callbacks import OUTCOME, callbacks_of
 from celery_idempotent.celery.delivery import identify_delivery
-from celery_idempotent.celery.sweep import report_record
 from celery_idempotent.keys.stamp import as_mapping
-from celery_idempotent.records import Identity, State
-from celery_idempotent.signals import counters, worker_name
-from celery_idempotent.stores import Store, get_store
+from celery_idempotent.records import Identity
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.definition import DefinedTask
@@ -104,7 +102,7 @@ class Request(CeleryRequest):
             work = partial(interrupt_claim, task, identity, self.id, pid)
             thread = threading.Thread(target=work, name="idempotency-background", daemon=True)
             thread.start()
-            if gone(pid):
+            if losses.gone(pid):
                 # Before the message goes back. The pool kills a living child only when this has returned.
                 thread.join(0.25)
         except Exception:
@@ -120,9 +118,9 @@ def interrupt_claim(task: DefinedTask, identity: Identity, task_id: str, pid: in
     ever.
     """
     give_up = time.monotonic() + task.idempotency_policy.lease_ms / 1000
-    interrupt = partial(_interrupt, task, get_store(task.app), identity, task_id, pid)
+    interrupt = partial(losses.interrupt, task, get_store(task.app), identity, task_id, pid)
     try:
-        while not gone(pid):
+        while not losses.gone(pid):
             if time.monotonic() > give_up:
                 return
             time.sleep(_POLL)
@@ -130,34 +128,3 @@ def interrupt_claim(task: DefinedTask, identity: Identity, task_id: str, pid: in
     except Exception as error:  # noqa: BLE001  best effort
         line = "idempotency: could not interrupt %s, its lease will end it: %s"
         logger.warning(line, identity, error)
-
-
-def _interrupt(task: DefinedTask, store: Store, identity: Identity, task_id: str, pid: int) -> None:
-    """Interrupt the claim if it is that child's.
-
-    A pid may be given out twice, and the message delivered to the second child that has it. Hence this order::
-
-        read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
-    """
-    record = store.get(identity)
-    if record is None or not gone(pid):
-        return
-    held = State.PROCESSING, task_id, worker_name(pid)
-    if (record.state, record.task_id, record.worker) != held:
-        return
-    if record.on_stale == "interrupt" or (task.acks_late and task.reject_on_worker_lost):
-        # Else its message is gone: the sweep does what the task wants once the lease is over.
-        record = store.interrupt(identity, token=record.token)
-        if record is not None:
-            why = f"its process {pid} is gone"
-            report_record(task.app, signals.interrupted, record, state=record.state, reason=why)
-            counters.write()
-
-
-def gone(pid: int) -> bool:
-    """Has this process ended, and the pool waited for it?"""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # we may not signal it, or there is none
-        return isinstance(error, ProcessLookupError)
-    return False

@@ -21,11 +21,12 @@ from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.celery import worker
-from celery_idempotent.celery.worker import gone
+from celery_idempotent.celery.losses import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.support.records import claim_key
 from tests.support.waiting import wait_for
 from tests.support.workers import freeze
@@ -159,6 +160,35 @@ class TestLostChild:
         record = store.get(identity())
         assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
         assert set(lost.answers) <= {"ack", State.INTERRUPTED}
+
+    def test_one_that_its_pool_did_not_miss_costs_a_redelivery_no_lease(
+        self, app, store, task, dead
+    ):
+        """Two die at once, and the pool has not read yet that one of them had begun: it gives its task to another.
+
+        the first   claims ── dies
+        the pool              has heard nothing of a task ── gives it away, and tells nobody of a loss
+        another                                              meets the claim: it is interrupted, the next copy runs
+        """
+        task.acks_late = True
+        message = message_of(task, ("k",), {})
+        hold(store, task, dead, task_id=message.headers["id"], lease_ms=300_000)
+        (copy,) = deliver_message(task, message, redelivered=True).published
+        record = store.get(identity())
+        assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
+        assert deliver_message(task, copy, redelivered=True).state == "SUCCESS"
+
+    def test_a_redelivery_leaves_alone_a_claim_of_another_worker_or_task(self, store, task, dead):
+        message = message_of(task, ("k",), {})
+        own = {"task_id": message.headers["id"], "lease_ms": 300_000}
+        elsewhere = {**own, "worker": f"{worker_name(dead)}0"}
+        other = {**own, "task_id": "other", "worker": worker_name(dead)}
+        alive = {**own, "worker": worker_name(os.getppid())}
+        for held in elsewhere, other, alive:
+            before = claim_key(store, identity(), **held)
+            deliver_message(task, message, redelivered=True)
+            assert store.get(identity()) == before
+            store.release(identity(), token=before.token)
 
     @pytest.mark.parametrize("error", [ValueError("x"), Ignore(), Reject("x", requeue=True)])
     def test_any_other_failure_is_no_loss(self, make, store, task, dead, error):
