@@ -9,7 +9,7 @@ SIGKILL, so this file, run as a script (standard library only), stands between::
                          ├── crash ──-X      the launcher ends the program, removes its data, ends its process group
                          X ··· crash ·X      should the launcher die first, Linux sends the program its signal
 
-    embedded.py DIRECTORY GENTLE CRASH USER COMMAND…
+    embedded.py DIRECTORY GENTLE CRASH COMMAND…
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import pwd
 import select
 import shutil
 import signal
@@ -60,8 +59,8 @@ def find_in_wheels(wheels: Mapping[str, str]) -> Path | None:
 class Launched:
     """A program in a process group of its own that ends with this process, the launcher between the two.
 
-    ``gentle`` and ``crash`` name the signals that end it when asked to, and when this process is gone; ``user`` is whom
-    it runs as; ``log`` takes its output.
+    ``gentle`` and ``crash`` name the signals that end it when asked to, and when this process is gone; ``log`` takes
+    its output.
     """
 
     def __init__(
@@ -71,12 +70,11 @@ class Launched:
         directory: Path,
         gentle: str = "SIGTERM",
         crash: str = "SIGKILL",
-        user: str = "",
         log: Any = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(directory), gentle, crash, user, *command],
+            [sys.executable, "-I", __file__, str(directory), gentle, crash, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -230,13 +228,10 @@ def _free_port() -> int:
         return port
 
 
-def main(directory: str, gentle: str, crash: str, user: str, *command: str) -> NoReturn:
+def main(directory: str, gentle: str, crash: str, *command: str) -> NoReturn:
     """Run the program until it ends, the owner says ``stop``, or the owner is gone."""
     owner = os.getppid()
     die_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.Signals[crash])
-    identity: dict[str, Any] = {}
-    if user:
-        identity = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
     program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -244,7 +239,6 @@ def main(directory: str, gentle: str, crash: str, user: str, *command: str) -> N
         stdout=sys.stderr,
         # Safe: one thread here.
         preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        **identity,
     )
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), b"%d\n" % program.pid)
