@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +19,9 @@ from celery_idempotent.celery import publishing
 from celery_idempotent.celery.sweep import sweep
 from celery_idempotent.records import State
 from tests.support.apps import environment
+from tests.support.programs import run
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
-from tests.support.workers import child_environment
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
@@ -241,14 +239,7 @@ def test_a_producer_that_dies_after_reserving_blocks_nobody(unattended, key, sho
         app_module.app.tasks["once"].delay(os.environ["KEY"])
     """
     env = {**environment(unattended.settings), "KEY": key}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={**child_environment(env), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 9, done.stderr.decode()
+    run("-c", textwrap.dedent(program), env=env, code=9)
     record = unattended.record("once", key)
     assert record.state is State.QUEUED
 

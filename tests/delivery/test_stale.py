@@ -27,6 +27,7 @@ from tests.delivery.conftest import Site
 from tests.support.apps import environment
 from tests.support.ledger import Entry
 from tests.support.preloaded import Process, spawn
+from tests.support.programs import run
 from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker, child_environment
@@ -82,7 +83,6 @@ class TestFail:
                 result.get(timeout=30)
         assert site.ledger.count("start", key) == 1
 
-    @ON_BOTH
     def test_a_message_that_comes_back_before_the_sweep_does_not_run(self, site, key, gate):
         """The main process saw its child die, and the message is there at once."""
         worker = site.worker(concurrency=2)
@@ -130,14 +130,7 @@ class TestRequeue:
             before_task_publish.connect(lambda **_: os._exit(9), weak=False)
             sweep.sweep(app_module.app)
         """
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program)],
-            env=child_environment(environment(site.settings)),
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 9, done.stderr.decode()
+        run("-c", textwrap.dedent(program), env=environment(site.settings), code=9)
         record = found(site, "requeued", key)
         assert record.state is State.QUEUED
         wait_for(lambda: sweep(site.app)["requeued"], 30, "the deadline", interval=0.1)

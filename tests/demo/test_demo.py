@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.workers import child_environment
+from tests.support.programs import run
 
 pytestmark = [pytest.mark.worker, pytest.mark.timeout(240)]
 
 
 def perform(directory: Path, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "testproject.demo", "--json", "--seed", "7", *arguments],
-        cwd=ROOT,
-        env=child_environment({"TMPDIR": directory}),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    command = ("-m", "testproject.demo", "--json", "--seed", "7", *arguments)
+    done = run(*command, cwd=ROOT, env={"TMPDIR": directory}, timeout=200)
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["idempotent"]["rows"] == report["deliveries"]
     assert report["plain"]["rows"] > report["deliveries"]
@@ -51,9 +41,7 @@ def test_the_worker_takes_its_time_and_holds_the_lock_around_the_gap(tmp_path: P
         "GITHUB_WEBHOOK_SECRET": "secret",
         "REDIS_URL": "redis://localhost:6379/0",
     }
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=child_environment(environment), check=True
-    )
+    run("-c", code, cwd=ROOT, env=environment)
 
 
 @pytest.fixture

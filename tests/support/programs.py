@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.paths import ROOT
@@ -15,15 +16,28 @@ def python(
     directory: Path, *arguments: str, succeeds: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run Python there, with its modules to import and warnings as errors; it has to end as expected."""
+    env, code = {"PYTHONPATH": str(directory)}, 0 if succeeds else 1
+    return run("-W", "error", *arguments, cwd=directory, env=env, code=code)
+
+
+def run(
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, object] | None = None,
+    code: int = 0,
+    timeout: float = 60,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with what this process imports; it has to end with the ``code``."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=directory,
-        env=child_environment() | {"PYTHONPATH": str(directory)},
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=child_environment(env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
+        check=False,
     )
-    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
 

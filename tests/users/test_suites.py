@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.sql import databases
+from tests.support import programs
 from tests.support.paths import ROOT
-from tests.support.workers import child_environment
 
 pytest.importorskip("django")
 
@@ -40,22 +39,14 @@ def run(
 
     def run(vendor: str, *arguments: str, store: str = "django://") -> Any:
         alias = use_database(vendor)
-        done = subprocess.run(
-            [sys.executable, "-W", "error::ResourceWarning", *arguments],
-            cwd=tmp_path,
-            env=child_environment(
-                {
-                    "DJANGO_SETTINGS_MODULE": "tests.users.shop.settings",
-                    "SHOP_DATABASES": json.dumps({"default": connections.databases[alias]}),
-                    "SHOP_STORE": store,
-                    **NO_PLUGINS,
-                }
-            ),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        env = {
+            "DJANGO_SETTINGS_MODULE": "tests.users.shop.settings",
+            "SHOP_DATABASES": json.dumps({"default": connections.databases[alias]}),
+            "SHOP_STORE": store,
+            **NO_PLUGINS,
+        }
+        warn = ("-W", "error::ResourceWarning")
+        done = programs.run(*warn, *arguments, cwd=tmp_path, env=env, timeout=200)
         for table in databases.TABLES:
             assert databases.rows(alias, f"SELECT * FROM celery_idempotent_{table}") == []
         return done
@@ -95,15 +86,5 @@ def test_the_suites_of_the_page_pass_without_the_server_of_their_records(tmp_pat
         r"^```python\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
     ):
         (tmp_path / block[0]).write_text(block[1])
-    env = child_environment(NO_PLUGINS)
-    env["PYTHONPATH"] += f":{tmp_path}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", *command],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = programs.python(tmp_path, "-m", *command)
     assert "2 passed" in done.stdout or "Ran 2 tests" in done.stderr
