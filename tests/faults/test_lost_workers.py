@@ -42,35 +42,23 @@ def revoked(result: AsyncResult[Any]) -> bool:
 
 
 class TestLimits:
-    def test_a_hard_limit_frees_the_key_once_the_child_is_gone(self, set_stage: SetStage):
-        stage = set_stage(idempotency_lease=LONG)
-        stage.worker()
-        # The child ignores SIGTERM, so it cannot release: its main process must see to it.
-        failed = stage.send("work", "k", "hangs deaf once", time_limit=1)
-        child = stage.started("k")
-        wait_for(lambda: not alive(child), what="the child to be killed")
-        wait_for(lambda: free(stage, "k"), SOON, "the key to be free")
-        assert type(stage.fails(failed)).__name__ == "TimeLimitExceeded"
-        assert stage.record("k").crashes == 1
-        stage.tells("interrupted", "k")
-        stage.ran_once("k", stage.send("work", "k"))
-        assert stage.queued() == 0
-
     @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
-    @pytest.mark.parametrize("given", ["message", "command line"])
+    @pytest.mark.parametrize("given", ["message", "command line", "none: it kills its process"])
     def test_a_task_that_always_meets_its_hard_limit_is_failed_after_the_crashes_allowed(
         self, set_stage: SetStage, given: str
     ):
         stage = set_stage(task_acks_on_failure_or_timeout=False, idempotency_lease=LONG)
         stage.worker(arguments=["--time-limit", "1"] if given == "command line" else [])
         options = {"time_limit": 1} if given == "message" else {}
-        stage.send("work", "k", "", "never", **options)
+        mood, gate = ("kills", "") if given.startswith("none") else ("", "never")
+        stage.send("work", "k", mood, gate, **options)
         # SIGTERM ends each run, and comes before SIGKILL: the run must not take it for a shutdown.
         wait_for(lambda: stage.state("k") is State.FAILED, SOON, "the key to be FAILED")
         assert stage.starts("k") == 4
         assert stage.effects("k") == 0
         assert stage.record("k").crashes == 4
         assert type(stage.fails(stage.send("work", "k"))) is TooManyCrashes
+        assert stage.queued() == 0
 
 
 class TestRevokes:
@@ -174,20 +162,3 @@ def test_a_retry_that_celery_sends_for_a_lost_child_runs_under_the_same_key(
     assert stage.ledger.count("retries 1", "k") == 1, "a retry, and no redelivery"
     assert stage.record("k", task).crashes == 1
     assert stage.queued() == 0
-
-
-class TestPoison:
-    def test_a_task_that_kills_its_process_each_time_is_failed(self, set_stage: SetStage):
-        stage = set_stage(idempotency_max_crashes=1)
-        worker = stage.worker()
-        result = stage.send("work", "k", "kills")
-        error = stage.fails(result, timeout=30)
-        assert isinstance(error, TooManyCrashes)
-        assert error.crashes == 2
-        record = stage.record("k")
-        assert (record.state, record.crashes) == (State.FAILED, 2)
-        assert stage.starts("k") == 2
-        duplicate = stage.send("work", "k")
-        assert isinstance(stage.fails(duplicate), TooManyCrashes)
-        worker.stop()
-        assert stage.queued() == 0

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
+from tests.support.watch import States
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 
@@ -147,16 +149,37 @@ def test_down_for_longer_than_a_lease_is_told_and_the_task_succeeds(
     assert f"task {result.id} of work key k took effect" in critical
 
 
-def test_a_body_that_makes_sure_of_its_claim_outlasts_a_blip_of_the_store(
-    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]
+def test_no_result_is_left_to_celery_where_nothing_happens(
+    set_stage: SetStage, private_redis: EmbeddedRedis
 ):
-    stage = set_stage()
-    stage.worker()
-    # The first two are one try: for a connection that may have been idle for long, and for the fresh one.
-    redis_proxy.swallow_replies(digests["renew"], times=4)
-    stage.ran_once("k", stage.send("work", "k", "makes sure"))
-    assert redis_proxy.swallowed == 4
-    assert stage.starts("k") == 1
+    """Nothing but records and results is in this Redis. Celery stores a result by MULTI."""
+    with redis.Redis.from_url(private_redis.url()) as client:
+        client.config_resetstat()
+        stage = set_stage(together=True)
+        stage.worker()
+        for key in "abc":
+            assert stage.succeeds(stage.send("work", key))
+        assert "cmdstat_multi" not in client.info("commandstats")
+
+
+def test_a_late_worker_stores_no_result_and_tells_nobody(
+    set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
+):
+    stage = set_stage(idempotency_lease=1, worker_prefetch_multiplier=1, together=True)
+    stage.worker("cut_off")
+    late = stage.send("work", "k", "", "gate")
+    stage.started("k")
+    url = private_redis.url()
+    stage.worker("well", conf={"idempotency_store": url, "result_backend": url})
+    redis_proxy.refuse()
+    winner = stage.send("work", "k")
+    assert stage.succeeds(winner) == f"done by {winner.id}"
+    with redis.Redis.from_url(url) as client, closing(States(client, late.id)) as states:
+        redis_proxy.heal()
+        stage.open("gate")
+        assert stage.succeeds(late) == f"done by {winner.id}"
+        stage.tells("lease_lost", "k")
+        assert [each["result"] for each in states.stored()] == [f"done by {winner.id}"]
 
 
 @pytest.mark.parametrize(
@@ -185,22 +208,6 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
     assert stage.ledger.count("conflicted") == 0
     for verb in ("claim", "settle", "release"):
         assert (stage.record(verb).attempts, stage.record(verb).crashes) == (1, 0)
-
-
-@WHERE
-def test_flushed_while_the_task_runs_the_settle_is_accepted(
-    set_stage: SetStage, private_redis: EmbeddedRedis, together: bool
-):
-    stage = set_stage(together=together)
-    stage.worker()
-    result = stage.send("work", "k", "", "gate")
-    stage.started("k")
-    with redis.Redis.from_url(private_redis.url()) as client:
-        client.flushall()
-        client.script_flush()
-    assert stage.record("k") is None
-    stage.open("gate")
-    stage.ran_once("k", result)
 
 
 def warm_up(stage: Stage, children: int) -> None:

@@ -16,7 +16,6 @@ from celery_idempotent.stores import get_store
 from tests.delivery.app import make_app
 from tests.faults.conftest import Stage
 from tests.support.apps import environment
-from tests.support.proxy import Proxy
 from tests.support.records import claim_key
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -115,26 +114,7 @@ def test_it_lets_nobody_in_before_the_child_is_gone(set_stage: Callable[..., Sta
     wait_for(interrupted, 30, "the claim to be interrupted", interval=0.002)
     assert not lived
     assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
-    wait_for(lambda: stage.told("interrupted", "k") == 1, what="the signal")
-
-
-@pytest.mark.rabbitmq
-def test_it_finds_a_claim_that_was_still_on_its_way(
-    set_stage: Callable[..., Stage], redis_proxy: Proxy, digests: dict[str, bytes]
-):
-    stage = set_stage()
-    worker = stage.worker()
-    redis_proxy.hold_requests(digests["claim"])
-    lost = stage.send("early", "k")
-    wait_for(lambda: redis_proxy.held, what="the claim to be sent")
-    (child,) = worker.children()
-    worker.kill_child(child)
-    assert type(stage.fails(lost)).__name__ == "WorkerLostError"
-    assert stage.record("k", "early") is None
-    redis_proxy.heal()
-    wait_for(
-        lambda: stage.state("k", "early") is State.INTERRUPTED,
-        10,  # the lease is 30 s
-        lambda: f"the interrupt, is {stage.record('k', 'early')}",
-    )
-    stage.ran_once("k", stage.send("early", "k"), task="early")
+    assert stage.record("k").crashes == 1
+    stage.tells("interrupted", "k")
+    stage.ran_once("k", stage.send("work", "k"))
+    assert stage.queued() == 0
