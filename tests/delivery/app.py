@@ -8,8 +8,6 @@ announces: they tell *when* something happened; how often a task ran is told by 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import os
 import signal
 import threading
@@ -42,9 +40,6 @@ from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
 __all__ = ["Refused", "environment", "make_app"]
 
-POLICIES = ("retry", "wait", "ignore", "raise")
-ACKS = ("late", "early")
-
 
 class Refused(Exception):
     """The bank will never accept this card."""
@@ -55,7 +50,6 @@ def make_app(settings: Mapping[str, Any]) -> Celery:
     app = Celery("deliveries", set_as_current=False)
     configure(app, settings)
     _define(app)
-    _define_policies(app)
     _define_faulty(app)
     if settings.get("exchanges"):
         _define_exchanges(app)
@@ -73,27 +67,6 @@ def _define_exchanges(app: Celery) -> None:
     ]
 
 
-def task_name(policy: str, acks: str) -> str:
-    """Return the name of the task with this policy."""
-    return f"{policy}.{acks}"
-
-
-def _define_policies(app: Celery) -> None:
-    for policy, acks in itertools.product(POLICIES, ACKS):
-        options: dict[str, Any] = {
-            "idempotency_on_conflict": policy,
-            "idempotency_wait": 60,
-            "idempotency_permanent_errors": (Refused,),
-            "autoretry_for": (ZeroDivisionError,),
-            "default_retry_delay": 3,
-            "acks_late": acks == "late",
-        }
-        decorate = partial(app.task, base=IdempotentTask, bind=True, shared=False)
-        decorate(name=task_name(policy, acks), idempotency_key="key", **options)(work)
-    for downstream in (after, collect):
-        app.task(name=downstream.__name__, base=IdempotentTask, shared=False)(downstream)
-
-
 def _define_faulty(app: Celery) -> None:
     """Define tasks for which it is no part of their operation how they go."""
     keyed = partial(app.task, bind=True, shared=False, idempotency_key="key")
@@ -107,7 +80,7 @@ def _define_faulty(app: Celery) -> None:
         "never_retried": {"max_retries": 0},
     }.items():
         keyed(name=name, base=IdempotentTask, **options)(play)
-    for function in (value, struck, calls):
+    for function in (struck, calls):
         keyed(name=function.__name__, base=IdempotentTask)(function)
     keyed(name="struck_before", base=StruckBefore)(struck)
     app.task(name="hold", shared=False, bind=True, base=Task, ignore_result=True)(hold)
@@ -129,8 +102,6 @@ def _define(app: Celery) -> None:
     kept = {**refusing, "idempotency_keep_message": True}
     idempotent(name="refused_once", idempotency_key="key", **kept)(refused_once)
 
-    idempotent(name="killing", idempotency_key="key")(killing)
-
     idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
     once: dict[str, Any] = {"idempotency_key": "key", "idempotency_publish_once": True}
     idempotent(name="once", **once)(work)
@@ -147,11 +118,8 @@ def _define(app: Celery) -> None:
     idempotent(name="requeued", acks_late=False, **lost)(work)
     idempotent(name="requeued_retrying", acks_late=False, **lost)(retrying_soon_lost)
 
-    idempotent(name="stepping", idempotency_key="key")(stepping)
-    idempotent(name="ensuring", idempotency_key="key")(ensuring)
     idempotent(name="failed_late", idempotency_key="key", idempotency_on_stale="fail")(work)
 
-    idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
     idempotent(name="appending")(appending)
     idempotent(name="looking", idempotency_key="key")(looking)
     app.task(name="awaited", base=Awaiting, shared=False, idempotency_key="key")(awaited)
@@ -172,16 +140,10 @@ def work(
     time.sleep(seconds)
     wait_at(gate, 150)
     match mood:
-        case "refused":
-            raise Refused(f"the card of {key} expired", 4)
-        case "fails":
-            raise ValueError(key)
         case "fails once" if first:
             raise ValueError(key)
         case "retries once" if first:
             raise self.retry()
-        case "autoretries once" if first:
-            return {"never": 1 / 0}
         case "hangs once" if first:
             wait_at("/never")
         case "hangs deaf once" if first:
@@ -189,8 +151,6 @@ def work(
             wait_at("/never")
         case "kills":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "makes sure":
-            self.idempotency.ensure()
     ledger.append(f"retries {self.request.retries}", key, self.request.id)
     ledger.append("end", key, self.request.id)
     return _answer(self)
@@ -200,24 +160,6 @@ def play(self: Any, key: str, how: str = "", gate: str = "") -> str:
     """Work, and say who did."""
     work(self, key, 0.0, gate and str(gate_path(gate)), how)
     return f"done by {self.request.id}"
-
-
-def after(value: dict[str, Any], label: str) -> dict[str, Any]:
-    """Take a result on."""
-    Ledger.from_env().append("after", label)
-    return {**value, "label": label}
-
-
-def collect(values: list[dict[str, Any]], label: str) -> list[str]:
-    """Collect the results of a chord."""
-    Ledger.from_env().append("collect", label)
-    return sorted(value["run"] for value in values)
-
-
-def value(self: Any, key: str, what: str) -> Any:
-    """Return what no serializer can write."""
-    Ledger.from_env().append("end", key, self.request.id)
-    return {1, 2}
 
 
 class Striking:
@@ -279,26 +221,6 @@ def calling_itself(self: Any, key: str, times: int) -> list[bool | None]:
     return [self.delay(key, 0).duplicate for _ in range(times)]
 
 
-def stepping(self: Any, key: str, gate: str) -> dict[str, Any]:
-    """Take effect in a step, once the file ``gate`` exists."""
-    ledger = Ledger.from_env()
-    ledger.append("start", key, self.request.id)
-    wait_at(gate)
-    self.idempotency.step("effect", ledger.append, "effect", key, self.request.id)
-    ledger.append("end", key, self.request.id)
-    return _answer(self)
-
-
-def ensuring(self: Any, key: str, gate: str) -> dict[str, Any]:
-    """Take effect once the file ``gate`` exists and the claim is still this run's."""
-    ledger = Ledger.from_env()
-    ledger.append("start", key, self.request.id)
-    wait_at(gate)
-    self.idempotency.ensure()
-    ledger.append("effect", key, self.request.id)
-    return _answer(self)
-
-
 def refused(self: Any, key: str) -> None:
     """Fail for good."""
     Ledger.from_env().append("start", key, self.request.id)
@@ -312,12 +234,6 @@ def refused_once(self: Any, key: str) -> str:
     if ledger.count("start", key) == 1:
         raise Refused("this number is blocked today")
     return key
-
-
-def killing(self: Any, key: str) -> None:
-    """Take this process down, as a C extension can."""
-    Ledger.from_env().append("start", key, self.request.id)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> dict[str, Any]:
@@ -340,16 +256,8 @@ def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
         return retrying(self, key, 1, 1.0, 1)
 
 
-def replacing(self: Any, key: str, text: str, gate: str = "") -> Any:
-    """Let another task do it."""
-    Ledger.from_env().append("start", key, self.request.id)
-    raise self.replace(self.app.tasks["appending"].si(text, key, gate))
-
-
-def appending(self: Any, text: str, key: str = "", gate: str = "") -> str:
+def appending(self: Any, text: str) -> str:
     """Append the letter that says who was here."""
-    Ledger.from_env().append("appended", key or text, self.request.id)
-    wait_at(gate)
     return f"{text}!"
 
 
@@ -423,15 +331,6 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
     Ledger.from_env().append(outcome, key, event.task_id)
 
 
-def _note_undelivered(line: logging.LogRecord) -> bool:
-    """Note that a message of a finished task comes back: there is no signal of it."""
-    again = ("are not all sent yet", "returns its part of a chord again")
-    if any(words in str(line.msg) for words in again) and line.args:
-        task_id = line.args["id"] if isinstance(line.args, Mapping) else line.args[1]
-        Ledger.from_env().append("undelivered", "", str(task_id))
-    return True
-
-
 def _die(headers: Any, body: Any, **_: Any) -> None:
     """Take this process down when it publishes the first retry of a key."""
     if headers["task"] == "requeued_retrying" and headers["retries"]:
@@ -483,7 +382,5 @@ if _wanted := wanted():
         _note_messages()
         for _outcome, _signal in signals.OUTCOMES.items():
             _signal.connect(partial(_note, _outcome), weak=False)
-        for _module in ("republish", "callbacks"):
-            logging.getLogger(f"celery_idempotent.celery.{_module}").addFilter(_note_undelivered)
     if _wanted.get("claim_before_fork"):
         worker_init.connect(_claim_before_fork, weak=False)

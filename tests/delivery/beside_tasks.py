@@ -16,7 +16,6 @@ from celery import Celery, chain, group, signature
 from celery.exceptions import Ignore, Reject
 from celery.utils.log import get_task_logger
 from celery.worker.request import Request
-from pydantic import BaseModel
 
 from tests.delivery.recorder import note
 
@@ -30,7 +29,7 @@ def register(app: Celery) -> None:
     task = partial(app.task, shared=False)
     for function in (add, mul, tsum, echo, fail, fail_if, nothing, quiet, old):
         task(name=f"tests.{function.__name__}")(function)
-    for bound in (show, spawns, replaced, extends, bound_old, from_request):
+    for bound in (show, spawns, replaced, extends, bound_old):
         task(name=f"tests.{bound.__name__}", bind=True)(bound)
     task(name="tests.new")(new)
     task(name="tests.fence", ignore_result=True)(nothing)
@@ -149,11 +148,6 @@ def extends(self: Any, x: int, more: bool = True) -> int:
     return x + 100
 
 
-def from_request(self: Any, x: Any) -> Any:
-    sig = self.signature_from_request(self.request, args=(x,), retries=2)
-    return {k: v for k, v in sig.options.items() if isinstance(v, (int, str)) and k != "task_id"}
-
-
 class LoudRequest(Request):
     """A request class of one's own, as documents show it."""
 
@@ -255,15 +249,6 @@ def requested(self: Any, how: str) -> str:
     return how
 
 
-class Order(BaseModel):
-    number: int
-    note: str = ""
-
-
-class Receipt(BaseModel):
-    text: str
-
-
 def _register_options(app: Celery) -> None:
     """Define them on an app."""
     task = partial(app.task, shared=False)
@@ -279,8 +264,6 @@ def _register_options(app: Celery) -> None:
     # Celery's class takes these options for attributes that mean nothing to it.
     keyed: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "ignore"}
     task(name="tests.keyed", **keyed)(waits_once)
-    task(name="tests.takes", pydantic=True)(takes)
-    task(name="tests.maybe_takes", pydantic=True)(maybe_takes)
 
 
 _RETRYING: dict[str, dict[str, Any]] = {
@@ -396,13 +379,3 @@ def waits_once(key: str, gate: str) -> str:
     note("keyed", key)
     wait_at(gate)
     return "done"
-
-
-def takes(order: Order) -> Receipt:
-    assert isinstance(order, Order)
-    note("order", order.number)
-    return Receipt(text=f"number {order.number}")
-
-
-def maybe_takes(order: Order | None = None) -> Receipt | None:
-    return None if order is None else Receipt(text=f"number {order.number}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from celery import chain, group, signature
-from kombu import Connection, Exchange, Queue
+from kombu import Connection
 from kombu.exceptions import EncodeError, OperationalError
 
 from tests.delivery.scenario import scenario
@@ -20,24 +20,6 @@ def delay(s: Stage) -> None:
     assert s.get(s.add.apply_async((2,), {"y": 3})) == 5
     assert s.get(s.add.apply_async(kwargs={"x": 2, "y": 3})) == 5
     assert s.get(s.add.apply_async(args=[2, 3])) == 5
-
-
-@scenario("a task that is called as a function runs here, and no message is sent")
-def called(s: Stage) -> None:
-    assert s.note("sum", s.add(2, 2)) == 4
-    assert s.note("request", s.show())["direct"] is True
-    with pytest.raises(ValueError, match="no luck"):
-        s.fail()
-    assert s.add.s(2, 2)() == 4
-    assert not s.side.ids(s.scenario)
-
-
-@scenario("a call may bring a task id of its own")
-def own_id(s: Stage) -> None:
-    result = s.add.apply_async((2, 2), task_id=f"my-own-{s.side.name}")
-    assert result.id == f"my-own-{s.side.name}"
-    assert s.get(result) == 4
-    assert s.get(s.app.AsyncResult(result.id)) == 4
 
 
 @scenario("a task is called by its name where it is not known")
@@ -126,19 +108,6 @@ def unserializable(s: Stage) -> None:
     with pytest.raises(EncodeError) as caught:
         s.echo.delay(object())
     s.note("raised", caught.type)
-
-
-@scenario("a message goes to the queue, the exchange and the routing key that the call names")
-def routing(s: Stage) -> None:
-    queue = Queue(s.side.queue, Exchange(s.side.queue), routing_key=s.side.queue)
-    options: list[dict[str, Any]] = [
-        {"queue": s.side.queue},
-        {"queue": queue},
-        {"exchange": s.side.queue, "routing_key": s.side.queue},
-        {"exchange": Exchange(s.side.queue), "routing_key": s.side.queue, "declare": [queue]},
-    ]
-    for each in options:
-        assert s.get(s.show.apply_async(**each))["queue"] == s.side.queue
 
 
 @scenario("a result may be ignored by the call or by the task", since=(5, 7))

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
-
 import pytest
 from celery import chain, chord, group
-from celery.exceptions import ChordError, CPendingDeprecationWarning
+from celery.exceptions import ChordError
 
-from tests.delivery.beside_app import OURS, PLAIN, make_app
 from tests.delivery.scenario import scenario
 from tests.delivery.sides import PATIENCE, Stage
 
@@ -58,30 +53,6 @@ def group_fails(s: Stage) -> None:
     values = result.get(timeout=PATIENCE, propagate=False)
     s.note("values", [repr(each) for each in values])
     assert (result.failed(), result.completed_count()) == (True, 2)
-
-
-@scenario("links and errbacks of a group are those of its members")
-def group_links(s: Stage) -> None:
-    linked = group([s.add.s(2, 2), s.add.s(2, 2)], app=s.app)
-    linked.link(s.echo.s())
-    assert s.get(linked.apply_async()) == [4, 4]
-    failing = group([s.fail.s(), s.fail.s()], app=s.app)
-    failing.link_error(s.new.s())
-    result = failing.apply_async()
-    s.error(result)
-    for member in result.results:
-        s.wait_seen(member.id, "errback")
-
-
-@scenario("a group in the middle of a chain forwards arguments, and one before a task is a chord")
-def upgraded(s: Stage) -> None:
-    sums = group([s.add.s(n, n) for n in range(4)], app=s.app) | s.tsum.s()
-    assert s.get(sums()) == 12
-    through = s.add.s(1, 1) | group([s.add.s(1), s.add.s(1)], app=s.app) | s.tsum.s() | s.mul.s(10)
-    assert s.get(through.apply_async()) == 60
-    ends = (s.add.s(4, 4) | group([s.add.si(n, n) for n in range(3)], app=s.app))()
-    assert s.get(ends) == [0, 2, 4]
-    assert s.get(ends.parent) == 8
 
 
 @scenario("a chord's body gets the results of its header, in their order")
@@ -141,64 +112,6 @@ def maps(s: Stage) -> None:
     assert s.get(together.apply_async()) == [[2], [2]]
 
 
-@scenario("chunks are messages of several items each, sent from here or by a task")
-def chunks(s: Stage) -> None:
-    parts = s.add.chunks(zip(range(4), range(4), strict=True), 2)
-    assert s.get(parts()) == [[0, 2], [4, 6]]
-    assert s.get(s.add.chunks([(1, 1), (2, 2), (3, 3)], 2).apply_async()) == [[2, 4], [6]]
-    grouped = s.add.chunks([(1, 1), (2, 2)], 1).group()
-    assert s.get(grouped.skew(start=0.1, stop=0.3, step=0.1)()) == [[2], [4]]
-
-
-@contextlib.contextmanager
-def _errbacks_on_headers(s: Stage, allowed: bool) -> Iterator[None]:
-    """Linking an errback to a chord asks the app's setting, and nothing else does."""
-    s.app.conf.task_allow_error_cb_on_chord_header = allowed
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CPendingDeprecationWarning)
-            yield
-    finally:
-        s.app.conf.task_allow_error_cb_on_chord_header = False
-
-
-def _failing_header(s: Stage, allowed: bool, errback: str) -> None:
-    """The member that fails, the member that does not and the body: who calls the errback, and how often."""
-    with _errbacks_on_headers(s, allowed):
-        sig = chord([s.fail_if.s("bad"), s.fail_if.s("good")], s.quiet.s(), app=s.app)
-        sig.link_error(getattr(s, errback).s())
-    shown = [each.options.get("link_error") is not None for each in sig.tasks]
-    assert s.note("on the header", shown) == [allowed, allowed]
-    result = sig.apply_async()
-    assert isinstance(s.state(result, "FAILURE"), ChordError)
-    # Not before: get() raises the error that it sees first, of the body or of the header.
-    assert isinstance(s.error(result), KeyError)
-    assert result.parent.results[1].get(timeout=PATIENCE) == "good"
-    if errback != "new":  # called as a task: the comparison sees whether there is one more
-        return
-    bad, good = result.parent.results
-    s.wait_seen(result.id, "errback")
-    if allowed:
-        s.wait_seen(bad.id, "errback")
-    told = [len(s.seen(each.id, "errback")) for each in (bad, good, result)]
-    assert s.note("told", told) == [int(allowed), 0, 1]
-
-
-@scenario(
-    "a chord's errback is that of its body alone, as the setting's default has it", alone=True
-)
-def chord_errbacks_on_body(s: Stage) -> None:
-    _failing_header(s, False, "new")
-    _failing_header(s, False, "bound_old")
-
-
-@scenario("with task_allow_error_cb_on_chord_header it is that of its header, too", alone=True)
-def chord_errbacks_on_header(s: Stage) -> None:
-    _failing_header(s, True, "new")
-    # Immutable on the header: an errback that is a task is not told there whose it is.
-    _failing_header(s, True, "nothing")
-
-
 @scenario("a stamp reaches the task, its result's meta data and its retries")
 def stamps(s: Stage) -> None:
     members = group([s.show.si(), s.show.si()], app=s.app)
@@ -231,31 +144,6 @@ def apply(s: Stage) -> None:
     s.note("shown", shown)
     linked = s.add.apply((1, 1), link=s.quiet.s())
     assert s.get(linked) == 2
-
-
-@scenario("apply of a task that ignores, rejects or is replaced says so", alone=True)
-def apply_ends(s: Stage) -> None:
-    for how in ("ignore", "reject"):
-        result = s.ends.apply((how,))
-        s.note(how, (result.state, repr(result.result)))
-    assert s.get(s.replaced.apply(("task", 5))) == 15
-
-
-@scenario("an app that is always eager runs calls and canvases here", alone=True)
-def always_eager(s: Stage) -> None:
-    conf = {"task_always_eager": True, "idempotency_store": "memory://"}
-    app = make_app(OURS if s.ours else PLAIN, conf)
-    add, tsum = app.tasks["tests.add"], app.tasks["tests.tsum"]
-    assert s.get(add.delay(1, 1)) == 2
-    assert s.get(chain(add.s(1, 1), add.s(2)).apply_async()) == 4
-    assert s.get(group([add.s(1, 1), add.s(2, 2)], app=app).apply_async()) == [2, 4]
-    assert s.get(chord([add.s(1, 1), add.s(2, 2)], tsum.s(), app=app).apply_async()) == 6
-    assert isinstance(s.error(app.tasks["tests.fail"].delay()), ValueError)
-    assert s.get(app.tasks["tests.retries"].delay(2)) == [2, None]
-    app.conf.task_eager_propagates = True
-    with pytest.raises(ValueError, match="no luck"):
-        app.tasks["tests.fail"].delay()
-    app.close()
 
 
 @scenario("a frozen signature that is sent twice runs twice", differs="frozen-canvas")

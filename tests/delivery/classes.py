@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 from billiard.exceptions import TimeLimitExceeded
 
-from tests.delivery.beside_tasks import Receipt
 from tests.delivery.scenario import scenario
 from tests.delivery.sides import Stage
-
-
-@scenario("a class may override what happens when a task is called")
-def dunder_call(s: Stage) -> None:
-    result = s.calling.delay("x")
-    assert s.get(result) == "x"
-    assert s.seen(result.id, "called") == [[["x"]]]
-    assert s.calling("y") == "y"
 
 
 @scenario("handlers run in their order around a run")
@@ -46,26 +37,6 @@ def request_class(s: Stage) -> None:
     assert isinstance(s.error(slow), TimeLimitExceeded)
     s.wait_seen(bad.id, "on_failure")
     s.wait_seen(slow.id, "on_timeout")
-
-
-@scenario(
-    "models are checked and made from arguments, and results are written from models", since=(5, 5)
-)
-def models(s: Stage) -> None:
-    result = s.takes.delay({"number": 7})
-    assert s.get(result) == {"text": "number 7"}
-    assert s.get(s.maybe_takes.delay({"number": 8})) == {"text": "number 8"}
-    assert s.get(s.maybe_takes.delay()) is None
-    assert type(s.error(s.takes.delay({"number": "x"}))).__name__ in {
-        "ValidationError",
-        "Exception",
-    }
-    assert s.note("directly", s.takes({"number": 1})) == Receipt(text="number 1").model_dump()
-
-
-@scenario("signature_from_request makes a signature of the running task")
-def from_request(s: Stage) -> None:
-    assert s.get(s.from_request.delay("x"))["retries"] == 2
 
 
 @scenario("a task replaced by another, a chain, a group or a chord ends with their result")

@@ -20,8 +20,6 @@ from tests.support.waiting import wait_for
 from tests.support.watch import States
 from tests.support.workers import Worker
 
-pytest.register_assert_rewrite("tests.delivery.cells", "tests.delivery.scenarios")
-
 
 @dataclass
 class Site(sites.Site):
@@ -34,9 +32,7 @@ class Site(sites.Site):
     def workers(self, count: int, **options: Any) -> list[Worker]:
         """Start workers side by side; return when all of them are ready."""
         started = [self.worker(ready=False, **options) for _ in range(count)]
-        for worker in started:
-            _wait_until_ready(worker)
-        return started
+        return [worker.wait_until_ready() for worker in started]
 
     def states(self, task_id: str) -> States:
         """Watch what is stored for a task id from now on."""
@@ -72,15 +68,6 @@ class Site(sites.Site):
         for states in self._states:
             states.close()
         super().close()
-
-
-def _wait_until_ready(worker: Worker) -> None:
-    wait_for(
-        lambda: " ready." in worker.log or not worker.running,
-        60,
-        lambda: f"{worker.name} to be ready; its log:\n{worker.tail()}",
-    )
-    assert worker.running, f"{worker.name} ended at once:\n{worker.tail()}"
 
 
 @pytest.fixture(params=[REDIS, RABBITMQ])

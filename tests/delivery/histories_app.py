@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from celery import Celery, Task, current_task
 from celery.backends.redis import RedisBackend
-from celery.signals import task_failure, task_postrun, task_prerun, worker_ready
+from celery.signals import task_failure, task_postrun, task_prerun, task_received, worker_ready
 
 from celery_idempotent import IdempotentTask, get_store, signals
 from tests.support.apps import configure, hurry, wanted
@@ -30,6 +31,8 @@ POINTS = (
 )
 #: What a process meets; one that ``holds`` waits for a file ``on-<label>``.
 FAULTS = ("dies", "soft limit", "holds")
+#: What a duplicate does that meets a run.
+POLICIES = ("retry", "wait", "ignore", "raise")
 
 #: What this process is working on.
 _label = ""
@@ -76,9 +79,15 @@ def make_app(settings: Mapping[str, Any]) -> Celery:
         task(name=f"step{suffix}")(step)
         task(name=f"refuse{suffix}", idempotency_permanent_errors=(Refused,))(refuse)
         task(name=f"swap{suffix}")(swap)
+        task = partial(task, idempotency_key="label", idempotency_wait=60)
+        for policy in POLICIES:
+            name = f"{policy}_{'late' if late else 'early'}"
+            refusing: dict[str, Any] = {"idempotency_permanent_errors": (Refused,)}
+            task(name=name, idempotency_on_conflict=policy, **refusing)(keyed)
     brief: dict[str, Any] = {"idempotency_retention": 4, "idempotency_lease": 2}
     app.task(name="brief", base=Sending, shared=False, bind=True, **brief)(step)
-    app.task(name="mourn", base=Sending, shared=False)(mourn)
+    for follower in (mourn, after):
+        app.task(name=follower.__name__, base=Sending, shared=False)(follower)
     app.task(name="plain", base=Task, shared=False, bind=True)(step)
     return app
 
@@ -101,6 +110,27 @@ def swap(self: Any, label: str, queue: str) -> None:
     """Let a step do it."""
     begin(self, label)
     raise self.replace(self.app.tasks["step"].s(f"{label}'").set(queue=queue))
+
+
+def keyed(self: Any, label: str, mood: str = "") -> str:
+    """Do what the mood says, but for a refusal only the first time; no two runs return the same."""
+    begin(self, label)
+    first = Ledger.from_env().count("effect", label) == 1
+    match mood:
+        case "refused":
+            raise Refused(label)
+        case "fails" if first:
+            raise ValueError(label)
+        case "retries" if first:
+            raise self.retry(countdown=2)
+    Ledger.from_env().append("end", label, self.request.id)
+    return uuid.uuid4().hex
+
+
+def after(value: Any, label: str) -> Any:
+    """Follow a task with a key, or be the body of its chord."""
+    Ledger.from_env().append("after", label)
+    return value
 
 
 def mourn(failed: str, *, label: str) -> None:
@@ -154,6 +184,7 @@ def _between(store: Any, verb: str, before: str, after: str = "") -> None:
 def _watch(app: Celery) -> None:
     worker_ready.connect(hurry, weak=False)
     task_prerun.connect(_turn_to, weak=False)
+    task_received.connect(_received, weak=False)
     task_failure.connect(_failed, weak=False)
     task_postrun.connect(lambda **_: meet("acking"), weak=False)
     for name in ("conflicted", "replayed"):
@@ -169,9 +200,22 @@ def label_of(args: Any, kwargs: Any) -> str:
     return next(found, "")
 
 
-def _turn_to(args: Any, **_: Any) -> None:
+def _received(request: Any, **_: Any) -> None:
+    """Note in the main process that a message came, and that it is acknowledged."""
+    acknowledge = request._on_ack
+
+    def noting(*args: Any) -> None:
+        acknowledge(*args)
+        Ledger.from_env().append("acked", "", request.id)
+
+    request._on_ack = noting
+    Ledger.from_env().append("received", "", request.id)
+
+
+def _turn_to(task_id: str, args: Any, **_: Any) -> None:
     global _label
     _label = label_of(args, {})
+    Ledger.from_env().append("begun", "", task_id)
 
 
 def _failed(sender: Any, task_id: str, **_: Any) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from celery import chain, chord
-from celery.exceptions import Retry
 
 from tests.delivery.scenario import scenario
 from tests.delivery.sides import Stage
@@ -49,15 +47,6 @@ def retry_canvas(s: Stage) -> None:
     assert s.get(result) == [1, None]
     joined = chord([s.retries.si(1), s.retries.si(1)], s.echo.s(), app=s.app).apply_async()
     assert s.get(joined) == [[[[1, None], [1, None]]], {}]
-
-
-@scenario("retry outside of a task's run raises the exception, or says that it cannot be")
-def retry_direct(s: Stage) -> None:
-    with pytest.raises(KeyError):
-        s.retries(1, "exc")
-    with pytest.raises(Retry) as caught:
-        s.retries.retry()
-    s.note("raised", caught.value)
 
 
 @scenario(

@@ -60,12 +60,21 @@ class Stand(sites.Site):
                 with contextlib.suppress(AssertionError):
                     self.lead.start(ready=False)
 
+    def left_over(self) -> int:
+        """Stop the worker for good, and return how many messages the broker has then."""
+        self._end_supervision()
+        self.lead.stop()
+        return self.length(taken=True)
+
     def close(self) -> None:
+        self._end_supervision()
+        self.lead.kill()
+        super().close()
+
+    def _end_supervision(self) -> None:
         self._stop.set()
         if self._supervisor.ident is not None:
             self._supervisor.join()
-        self.lead.kill()
-        super().close()
 
     # -- canvases ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +249,8 @@ def open_stand(
             outbox=alias if outbox else "",
         )
         stack.callback(stand.close)
+        if not rabbitmq:
+            stack.enter_context(sites.restoring(stand))
         stand.begin()
         yield stand
 

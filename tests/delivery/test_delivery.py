@@ -75,20 +75,6 @@ class TestAMessageOfAnOldPublisher:
         assert shared.ledger.count("start", key) == 1
 
 
-class TestAReplacement:
-    def test_answers_a_duplicate_under_another_id_when_it_is_done(self, shared, key, gate):
-        first = shared.publish("replacing", key, "a", gate.path)
-        wait_for_phase(shared, 1, "appended", key=key)
-        message = shared.message("replacing", key, "a", gate.path)
-        states = shared.states(message.task_id)
-        second = shared.deliver(message)
-        # Longer than the lease of the task that was replaced.
-        wait_for(lambda: states.names().count("RETRY") >= 4, 20, lambda: f"RETRY: {states.names()}")
-        gate.open()
-        assert results(shared, first.id, second.id) == ["a!", "a!"]
-        assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1
-
-
 def test_fifty_retries_without_a_countdown_never_meet_their_predecessor(shared, key):
     """A retry is the same operation: it keeps its key."""
     # Two at a time for four processes: an idle one has the retry before its predecessor is done.

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent import Record, State, get_store
-from celery_idempotent.celery.sweep import sweep
+from celery_idempotent import State
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 
@@ -99,74 +98,6 @@ class TestARunFrozenPastItsLease:
         assert {each["status"] for each in stored} <= {"STARTED", "SUCCESS"}
         assert all(each["result"] == answer for each in stored if each["status"] == "SUCCESS")
         assert result.get(timeout=30) == answer
-
-
-class TestASweepBesideARun:
-    """A sweep ends the claim of a run that was frozen past its lease; nobody claims the key before the run goes on."""
-
-    def swept(self, site: Site, name: str, key: str, *args: Any) -> tuple[Any, Worker, int]:
-        """Freeze a run past its lease, and sweep; return its result, its worker and its process."""
-        worker = site.worker(concurrency=1)
-        result = site.publish(name, key, *args)
-        begun = wait_for(lambda: site.ledger.entries("start", key), 20, "a run")[0]
-        worker.freeze(begun.pid)
-        store = get_store(site.app)
-        wait_for(lambda: self.found(site, name, key).stale(store.now_ms()), 20, "the lease's end")
-        sweep(site.app)
-        return result, worker, begun.pid
-
-    def found(self, site: Site, name: str, key: str) -> Record:
-        """Return the record that there is."""
-        record = site.record(name, key)
-        assert record is not None
-        return record
-
-    @pytest.mark.parametrize("name", ["stepping", "ensuring"])
-    def test_leaves_the_run_its_claim(self, open_site, key, gate, name):
-        site = open_site("redis", idempotency_lease=LEASE)
-        result, worker, pid = self.swept(site, name, key, gate.path)
-        assert self.found(site, name, key).state is State.INTERRUPTED
-        gate.open()
-        worker.thaw(pid)
-        answer = result.get(timeout=20)
-        assert site.publish(name, key, gate.path).get(timeout=20) == answer
-        assert site.ledger.count("effect", key) == 1
-        record = self.found(site, name, key)
-        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 1)
-
-    def test_is_over_with_the_next_renewal(self, open_site, key, gate):
-        site = open_site("redis", idempotency_lease=LEASE)
-        result, worker, pid = self.swept(site, "keyed", key, 0.0, gate.path)
-        worker.thaw(pid)
-        processing = State.PROCESSING
-        wait_for(lambda: self.found(site, "keyed", key).state is processing, 10, "a renewal")
-        gate.open()
-        answer = result.get(timeout=20)
-        assert site.publish("keyed", key, 0.0, gate.path).get(timeout=20) == answer
-        assert site.ledger.count("end", key) == 1
-
-    def test_that_fails_it_is_corrected_by_its_late_value(self, open_site, key, gate):
-        site = open_site("redis", idempotency_lease=LEASE)
-        result, worker, pid = self.swept(site, "failed_late", key, 0.0, gate.path)
-        assert self.found(site, "failed_late", key).state is State.FAILED
-        gate.open()
-        worker.thaw(pid)
-        answer = result.get(timeout=20)
-        record = self.found(site, "failed_late", key)
-        assert (record.state, record.swept) == (State.COMPLETED, False)
-        assert site.publish("failed_late", key, 0.0, gate.path).get(timeout=20) == answer
-        assert site.ledger.count("end", key) == 1
-
-    def test_a_run_that_an_operator_completes_ends_as_a_duplicate(self, open_site, key, gate):
-        site = open_site("redis", idempotency_lease=30)
-        site.worker(concurrency=1)
-        result = site.publish("keyed", key, 0.0, gate.path)
-        wait_for(lambda: site.ledger.entries("start", key), 20, "a run")
-        task = site.app.tasks["keyed"]
-        assert task.idempotency_complete(key, "by hand", reason="the bank has it", force=True)
-        gate.open()
-        assert result.get(timeout=20) == "by hand"
-        assert self.found(site, "keyed", key).note.endswith(": the bank has it")
 
 
 def test_a_task_longer_than_its_lease_keeps_its_claim_in_children_that_fork_late(open_site, key):

@@ -9,7 +9,7 @@
 - A lost request, a lost answer, a server that is away: ``proxy.Proxy``.
 - A server: ``redis_url`` (others use it, too), ``databases`` (unused ones), ``private_redis`` (to be broken),
   ``persistent_redis`` (that keeps its data), ``rabbitmq``; ``postgres`` for a PostgreSQL to be struck.
-- What callers and Flower see: ``watch.States`` (of one task), ``watch.Onlooker`` (of all).
+- What callers see: ``watch.States`` (of one task), ``watch.Results`` (of all).
 - A run without Celery: ``runs``. A record in some state: ``records``. What was reported: ``telling.listening``.
 - A condition: ``waiting.wait_for``. The time of a test is never waited for.
 - A tutorial as its reader follows it: ``newcomer.Newcomer``.

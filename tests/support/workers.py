@@ -109,13 +109,16 @@ class Worker:
                 log=log,
                 fresh=self._fresh,
             )
-        if ready:
-            wait_for(
-                lambda: _READY in self.log[already:] or not self.running,
-                timeout,
-                lambda: f"{self.name} to be ready; its log:\n{self.tail()}",
-            )
-            assert self.running, f"{self.name} ended with {self.exit_code} at once:\n{self.tail()}"
+        return self.wait_until_ready(timeout, already) if ready else self
+
+    def wait_until_ready(self, timeout: float = 90.0, already: int = 0) -> Worker:
+        """Wait until it says so, after the first ``already`` characters of its log."""
+        wait_for(
+            lambda: _READY in self.log[already:] or not self.running,
+            timeout,
+            lambda: f"{self.name} to be ready; its log:\n{self.tail()}",
+        )
+        assert self.running, f"{self.name} ended with {self.exit_code} at once:\n{self.tail()}"
         return self
 
     def tail(self, lines: int = 60) -> str:
