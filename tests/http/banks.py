@@ -17,7 +17,7 @@ import psycopg
 
 from tests.http.sites import Site, Web, new_key, open_site
 from tests.http.sweeping import sweep
-from tests.support.servers import EmbeddedRedis, embedded_redis, need
+from tests.support.servers import embedded_redis, need
 from tests.support.waiting import wait_for
 
 __all__ = ["Bank", "at_work", "made", "open_bank", "sweep_until"]
@@ -32,8 +32,6 @@ class Bank(Site):
     """A site whose records are in its database; ``rows`` looks at that from outside."""
 
     rows: Rows
-    #: The cache of a hybrid store.
-    cache: EmbeddedRedis | None
 
     @contextlib.contextmanager
     def another(self) -> Iterator[Web]:
@@ -73,7 +71,7 @@ def open_bank(directory: Path, *, hybrid: bool = False) -> Iterator[Bank]:
         redis = stack.enter_context(embedded_redis())
         site = stack.enter_context(open_site(directory, redis, env=env))
         rows = stack.enter_context(psycopg.connect(f"{_SERVER}/{name}", autocommit=True))
-        yield Bank(**vars(site), rows=rows, cache=cache)
+        yield Bank(**vars(site), rows=rows)
 
 
 @contextlib.contextmanager

@@ -108,21 +108,6 @@ def test_a_coroutine_is_part_of_the_transaction_too(bank: Site, rows: Rows) -> N
         assert made(rows, key) == kept
 
 
-def test_what_a_rolled_back_request_queued_is_never_sent_and_may_be_asked_for_again(
-    bank: Site, rows: Rows
-) -> None:
-    """ATOMIC_REQUESTS: the reservation waits for the COMMIT that sends its message."""
-    key = new_key()
-    answer = bank.ask("POST", "/t/rolled-back/", ORDER, key=key)
-    assert answer.status == 500
-    unknown = f"/idempotency/testproject.payments.tasks.pay/{key}"
-    assert bank.ask("GET", unknown).problem() == (404, "unknown_key")
-    committed = bank.pay(key=key)
-    assert (committed.status, committed.replayed) == (202, False)
-    bank.settled(committed)
-    assert made(rows, key) == 1
-
-
 def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(
     bank: Site, rows: Rows
 ) -> None:

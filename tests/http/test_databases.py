@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.django.hybrid import Cache
-from celery_idempotent.records import Identity
 from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
 from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
 from tests.http.test_ietf import (  # noqa: F401  collected here, with the sites of this module
@@ -24,7 +22,6 @@ from tests.http.test_ietf import (  # noqa: F401  collected here, with the sites
     test_while_a_view_works_the_second_request_is_409_and_then_a_replay_byte_for_byte,
     test_while_no_worker_works_it_is_202_and_the_status_says_queued,
 )
-from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 
 NOW, LATER = "/payments/now/", "/payments/"
@@ -152,69 +149,3 @@ def test_a_request_that_is_killed_before_its_commit_has_queued_nothing_and_a_rep
     done = bank.until(lambda: bank.ask(*ask, key=key), other_than=202)
     assert (done.status, done.replayed) == (200, True)
     assert made(bank.rows, key) == 1
-
-
-# The cache -----------------------------------------------------------------------------------------------------------
-
-
-def cached(bank: Bank, key: str, namespace: str = "http") -> bool:
-    """Does the cache answer for a key of alice's?"""
-    assert bank.cache is not None
-    row = bank.rows.execute("SELECT id FROM auth_user WHERE username = 'alice'").fetchone()
-    assert row is not None
-    cache = Cache(bank.cache.url(), {"socket_timeout": 5})
-    try:
-        scope = f'["user",{row[0]}]'
-        found = cache.look(Identity(namespace=namespace, scope=scope, key=key))
-        return found is not None
-    finally:
-        cache.close()
-
-
-def break_cache(cache: EmbeddedRedis, how: str) -> None:
-    cache.freeze() if how == "frozen" else cache.kill()
-
-
-@pytest.mark.parametrize("how", ["frozen", pytest.param("killed", marks=pytest.mark.wide)])
-@pytest.mark.parametrize("bank", ["hybrid"], indirect=True)
-def test_a_cache_that_dies_costs_no_second_payment_and_is_used_again_when_it_is_back(
-    bank: Bank, how: str
-) -> None:
-    assert bank.cache is not None
-    before, during, queued, failed = (new_key() for _ in range(4))
-    unreachable = {**ORDER, "recipient": "acct_unreachable"}
-    first = bank.pay(path=NOW, key=before)
-    assert (first.status, cached(bank, before)) == (201, True)
-    assert bank.settled(bank.pay(unreachable, key=failed))["state"] == "FAILED"
-    break_cache(bank.cache, how)
-    try:
-        second = bank.pay(path=NOW, key=during)
-        assert (second.status, second.replayed) == (201, False)
-        for key, kept in ((before, first), (during, second)):
-            again = bank.pay(path=NOW, key=key)
-            assert (again.status, again.replayed, again.body) == (201, True, kept.body)
-            other = bank.pay({**ORDER, "amount": 101}, path=NOW, key=key)
-            assert other.problem() == (422, "idempotency_key_reused")
-            assert bank.ask("GET", f"/idempotency/http/{key}").json["state"] == "COMPLETED"
-        answer = bank.pay(key=queued)
-        assert bank.settled(answer)["state"] == "COMPLETED"
-        assert bank.pay(key=queued).status == 200
-        # To try again is to forget, and that needs the cache: the failure might come back with it.
-        refused = bank.pay(unreachable, key=failed)
-        assert refused.problem() == (503, "store_unavailable")
-    finally:
-        bank.cache.thaw() if how == "frozen" else bank.cache.start()
-
-    def fills_the_cache() -> bool:
-        bank.pay(path=NOW, key=(key := new_key()))
-        return cached(bank, key)
-
-    wait_for(fills_the_cache, 30, "the cache to be filled again")
-    for key, kept in ((before, first), (during, second)):
-        again = bank.pay(path=NOW, key=key)
-        assert (again.status, again.replayed, again.body) == (201, True, kept.body)
-    with bank.bank("back"):
-        retried = bank.pay(unreachable, key=failed)
-        assert (retried.status, retried.replayed) == (202, False)
-        assert bank.settled(retried)["state"] == "COMPLETED"
-    assert [made(bank.rows, key) for key in (before, during, queued, failed)] == [1, 1, 1, 1]

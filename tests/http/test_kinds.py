@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from types import ModuleType
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from celery import Celery
 from django.http import HttpResponse, JsonResponse
 from django.test import Client, RequestFactory, override_settings
@@ -31,16 +33,28 @@ app = Celery("kinds", broker="memory://", set_as_current=False)
 app.conf.idempotency_store = "memory://"
 
 
+@app.task(base=IdempotentTask, name="limits.task", shared=False)
+def task() -> None:
+    """Never comes to be published."""
+
+
 def ask(
-    view: Any, key: str | None, body: bytes = b"", kind: str = FORM, *, method: str = "POST"
+    view: Any,
+    key: str | None,
+    body: bytes = b"",
+    kind: str = FORM,
+    *,
+    method: str = "POST",
+    **more: Any,
 ) -> Any:
-    """Ask a view about object 5."""
+    """Ask a view about object 5; ``more`` are what else a server says of the request."""
     module = ModuleType("urls_of_kinds")
     module.__dict__["urlpatterns"] = [path("<int:pk>/", view)]
     client: Any = Client(raise_request_exception=False, HTTP_HOST="localhost")
-    headers = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
+    if key is not None:
+        more["HTTP_IDEMPOTENCY_KEY"] = key
     with override_settings(ROOT_URLCONF=module):
-        return client.generic(method, "/5/", body, content_type=kind, **headers)
+        return client.generic(method, "/5/", body, content_type=kind, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,13 +176,45 @@ def test_a_request_over_a_limit_is_413_and_leaves_nothing(
     assert (small.status_code, small.json()) == (200, {"a": "1"}), "the key is free"
 
 
-def test_enqueue_itself_refuses_what_nobody_has_looked_at() -> None:
-    @app.task(base=IdempotentTask, name="limits.task", shared=False)
-    def task() -> None:
-        """Never comes to be published."""
+#: What did not arrive whole, and how that is told. Another form is whole, and not what the client declared.
+BROKEN: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "half": (400, "body_incomplete", {"CONTENT_LENGTH": "6"}),
+    "in chunks": (411, "length_required", {"HTTP_TRANSFER_ENCODING": "chunked"}),
+}
 
-    request = RequestFactory().generic(
-        "POST", "/", b"1" * 30_000, "text/plain", HTTP_IDEMPOTENCY_KEY="k"
-    )
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "coroutine", "rest-function"])
+@pytest.mark.parametrize("decorator", [idempotent_view, keyed_view])
+def test_what_did_not_arrive_whole_is_refused_and_leaves_nothing(
+    decorator: Any, kind: str, is_read: bool, case: str
+) -> None:
+    """A form may be parsed before, as by Django's own protection against forged requests."""
+
+    def before(request: Any, **url: Any) -> Any:
+        _ = is_read and request.POST.get("csrfmiddlewaretoken")
+        return (async_to_sync(view) if kind == "coroutine" else view)(request, **url)
+
+    status, code, more = BROKEN[case]
+    key = new_key()
+    view = kinds(decorator(**OPTIONS), lambda request, **_: (200, {"a": request.POST["a"]}))[kind]
+    answer = ask(before, key, b"a=1", **more, **{"wsgi.input": BytesIO(b"a=1")})
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    assert ask(view, key, b"a=1000").json() == {"a": "1000"}, "the key is free"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "more"),
+    [
+        (413, b"1" * 30_000, {}),
+        *((status, b"1", more) for status, _, more in BROKEN.values()),
+    ],
+)
+def test_enqueue_itself_refuses_what_nobody_has_looked_at(
+    status: int, body: bytes, more: dict[str, Any]
+) -> None:
+    more = {"HTTP_IDEMPOTENCY_KEY": "k", **more, "wsgi.input": BytesIO(body)}
+    request = RequestFactory().generic("POST", "/", body, "text/plain", **more)
     with override_settings(**LIMITS):
-        assert enqueue(request, task, scope="caller").status_code == 413
+        assert enqueue(request, task, scope="caller").status_code == status

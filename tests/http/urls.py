@@ -19,17 +19,7 @@ urlpatterns = [
     path("", include("testproject.urls")),
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
-        for name in (
-            *("plain", "patient"),
-            *("stepping", "slow", "rest_inside"),
-            *("throttled", "form", "form_read", "rest_form", "form_later"),
-            *("form_bare_later", "aform_later"),
-        )
+        for name in ("plain", "throttled", "broken", "abroken", "announcing", "hesitating")
     ],
-    path("t/broken/", csrf_exempt(views.broken)),
-    path("t/abroken/", csrf_exempt(views.abroken)),
-    path("t/announcing/", csrf_exempt(views.announcing)),
-    path("t/rolled-back/", views.rolled_back),
-    path("t/hesitating/", views.hesitating),
     path("t/at-once/", views.at_once),
 ]

@@ -1,25 +1,20 @@
-"""Views of every kind, each counting its runs in a file outside of all of them."""
+"""Views of the site beside those of the test project."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from asgiref.sync import sync_to_async
 from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
-from django.http import HttpResponse, JsonResponse
-from rest_framework.decorators import api_view, parser_classes, throttle_classes
-from rest_framework.parsers import FormParser, JSONParser, MultiPartParser
+from django.http import HttpResponse
+from rest_framework.decorators import api_view, throttle_classes
 from rest_framework.response import Response
 from rest_framework.throttling import SimpleRateThrottle
 
-from celery_idempotent import current_claim
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from testproject.payments import bank
 from testproject.payments.models import Payment
@@ -34,60 +29,9 @@ def caller(request: Any) -> str | None:
     return found
 
 
-def ran(request: Any) -> int:
-    """Note a run of this view, and return how many there were with its key."""
-    plain = getattr(request, "_request", request)
-    path = Path(os.environ["DATABASE_PATH"]).with_name(f"runs-{plain.idempotency_key}")
-    with path.open("ab") as file:
-        file.write(b"x")
-    return path.stat().st_size
-
-
-guarded = idempotent_view(scope=caller)
-
-
-@guarded
-def plain(request: Any) -> HttpResponse:
-    response = JsonResponse({"run": ran(request), "nonce": os.urandom(8).hex()}, status=201)
-    response["Location"] = "/things/1/"
-    response["X-Request-ID"] = "of the first request"
-    response["Date"] = "Thu, 01 Jan 1970 00:00:00 GMT"
-    response.set_cookie("session", "never to be repeated")
-    return response
-
-
-@idempotent_view(scope=caller, wait=20)
-def patient(request: Any) -> HttpResponse:
-    number = ran(request)
-    time.sleep(1)
-    return JsonResponse({"run": number})
-
-
-@guarded
-def stepping(request: Any) -> HttpResponse:
-    """Fail after a step, the first time."""
-    claim = current_claim()
-    assert claim is not None
-    charged = claim.step("charge", ran, request)
-    attempts = Path(os.environ["DATABASE_PATH"]).with_name(f"tries-{request.idempotency_key}")
-    if not attempts.exists():
-        attempts.touch()
-        return HttpResponse(status=503)
-    return JsonResponse({"charged": charged})
-
-
-@guarded
-def slow(request: Any) -> HttpResponse:
-    """Take longer than the lease."""
-    number = ran(request)
-    time.sleep(float(request.GET["seconds"]))
-    return JsonResponse({"run": number})
-
-
-@api_view(["POST"])
-@idempotent_view
-def rest_inside(request: Any) -> Response:
-    return Response({"run": ran(request), "user": request.user.username})
+@idempotent_view(scope=caller)
+def plain(_: Any) -> HttpResponse:
+    return HttpResponse()
 
 
 class OnceAnHour(SimpleRateThrottle):
@@ -102,8 +46,8 @@ class OnceAnHour(SimpleRateThrottle):
 @api_view(["POST"])
 @throttle_classes([OnceAnHour])
 @idempotent_view
-def throttled(request: Any) -> Response:
-    return Response({"run": ran(request)})
+def throttled(_: Any) -> Response:
+    return Response()
 
 
 @non_atomic_requests
@@ -133,15 +77,6 @@ def payment(request: Any) -> dict[str, Any]:
         "recipient": "a",
         "key": request.idempotency_key,
     }
-
-
-@api_view(["POST"])
-@keyed_view
-def rolled_back(request: Any) -> Response:
-    """Queue, and fail."""
-    answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
-    assert answer.status_code == 202
-    raise RuntimeError("after enqueue")
 
 
 @api_view(["POST"])
@@ -180,52 +115,3 @@ def doomed(**_: Any) -> None:
 def at_once(request: Any) -> Any:
     """Queue outside of any transaction."""
     return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
-
-
-def reading(view: Any) -> Any:
-    """Parse the form before the view, as Django's own protection against forged requests does."""
-
-    @wraps(view)
-    def wrapper(request: Any) -> Any:
-        request.POST.get("csrfmiddlewaretoken")
-        return view(request)
-
-    return wrapper
-
-
-@guarded
-def form(request: Any) -> HttpResponse:
-    """Pay what a form says."""
-    return JsonResponse({"run": ran(request), "amount": request.POST.get("amount")}, status=201)
-
-
-form_read = reading(form)
-
-
-@api_view(["POST"])
-@parser_classes([FormParser, MultiPartParser, JSONParser])
-@idempotent_view(scope=caller)
-def rest_form(request: Any) -> Response:
-    ran(request)
-    return Response({"amount": str(request.data.get("amount"))}, status=201)
-
-
-def pay_by(request: Any, data: Any) -> HttpResponse:
-    order = {"amount": int(data.get("amount", 0)), "currency": "EUR", "recipient": "acct_1"}
-    return enqueue(request, pay, kwargs={"payer": 1, **order}, scope="c")
-
-
-@keyed_view(scope=caller)
-def form_later(request: Any) -> HttpResponse:
-    return pay_by(request, request.POST)
-
-
-def form_bare_later(request: Any) -> HttpResponse:
-    """Hand a request on that nobody has looked at."""
-    return pay_by(request, request.POST)
-
-
-@keyed_view(scope=caller)
-async def aform_later(request: Any) -> HttpResponse:
-    data = request.POST
-    return await sync_to_async(pay_by)(request, data)
