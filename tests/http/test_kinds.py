@@ -199,7 +199,8 @@ def test_what_did_not_arrive_whole_is_refused_and_leaves_nothing(
     status, code, more = BROKEN[case]
     key = new_key()
     view = kinds(decorator(**OPTIONS), lambda request, **_: (200, {"a": request.POST["a"]}))[kind]
-    answer = ask(before, key, b"a=1", **more, **{"wsgi.input": BytesIO(b"a=1")})
+    read: dict[str, Any] = {"wsgi.input": BytesIO(b"a=1")}
+    answer = ask(before, key, b"a=1", **more, **read)
     assert (answer.status_code, answer.json()["code"]) == (status, code)
     assert ask(view, key, b"a=1000").json() == {"a": "1000"}, "the key is free"
 
