@@ -61,6 +61,8 @@ W008 {server.kind} evicts records when memory is full (maxmemory-policy {server.
      Set maxmemory-policy noeviction, or keep records in a Redis of their own.
 W009 {server.kind} writes nothing to disk: after a restart, completed operations may run again.
      Set appendonly yes, with appendfsync everysec or always.
+W023 A fanout exchange gives each message to many workers, but one runs a task with a key: {tasks}.
+     Route the task to a queue with a direct exchange, or set idempotency_mode='off' if each worker should run it.
 W024 django-tenants is installed, and all tenants share the keys of these tasks: {tasks}.
      Set idempotency_scope so that it names the tenant, as docs/recipes.md says.
 W025 SQLite cannot end a frozen worker's transaction, and nobody else writes until its process is gone: {tasks}.
@@ -98,11 +100,29 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         "W003": app.conf.get("idempotency_sweep_interval", 30) is None and SWEEP not in swept,
         "W004": [t for t in tasks if broker and t.policy.lease_ms >= broker.seconds * 1000],
         "W005": type(store).__name__ == "MemoryStore",
+        "W023": _find_broadcast(app, tasks),
         "W024": [each for each in tasks if has_tenants and each.keyed and not each.scoped],
         "W027": unguarded,
         **dict.fromkeys(store.atomic_findings() if atomic else (), atomic),
     }
     return _findings(found, broker=broker, store=store)
+
+
+def _find_broadcast(app: AnyCelery, tasks: Iterable[Definition]) -> list[Definition]:
+    """Return the tasks that are routed to a fanout exchange."""
+    queues: Iterable[Any] = app.amqp.queues.values()
+    fanouts = [each for each in queues if each.exchange and each.exchange.type == "fanout"]
+    names = {name for each in fanouts for name in (each.name, each.alias, each.exchange.name)}
+    found = []
+    for each in tasks if fanouts else ():
+        task: Any = app.tasks[each.name]
+        route: Any = {}
+        with suppress(Exception):  # of a router of the project
+            route = app.amqp.router.lookup_route(each.name, (), {}, {}, task) or {}
+        targets = [getattr(task, name, None) or route.get(name) for name in ("queue", "exchange")]
+        if names & {getattr(target, "name", target) for target in targets if target}:
+            found.append(each)
+    return found
 
 
 def check_store(app: AnyCelery) -> list[Finding]:

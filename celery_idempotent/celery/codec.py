@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -96,7 +97,7 @@ class TaskCodec:
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize a message that a sweep may publish again; ``None`` if that fails."""
         try:
-            return to_bytes(self._messages.dump(dict(signature)))
+            return to_bytes(self._messages.dump(as_sent(self._app, signature)))
         except NotStored as problem:
             logger.warning(
                 "idempotency: the message of %s cannot be stored (%s), so it is not requeued after a crash",
@@ -109,3 +110,12 @@ class TaskCodec:
         """Return what :meth:`dump_message` stored; raises as :meth:`.Serializer.load`."""
         content = cast("dict[str, object]", self._messages.load(from_bytes(message)))
         return Signature.from_dict(content, app=self._app)
+
+
+def as_sent(app: Celery, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call with its arguments as the message carries them: dumps in the place of pydantic models."""
+    # Celery < 5.7 sends models as they are.
+    dump = getattr(app.tasks.get(call["task"]), "_dump_pydantic_arguments", None)
+    args, kwargs = call["args"], call["kwargs"]
+    args, kwargs = (args, kwargs) if dump is None else dump(args, kwargs)
+    return {**call, "args": args, "kwargs": kwargs}

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -17,12 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import celery.app.base
 from celery import Task
 
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.typed import AnyTask, TaskBase
-from celery_idempotent.errors import IdempotencyError, InvalidKey
-from celery_idempotent.keys.rules import Identifier
+from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
+from celery_idempotent.keys.rules import Identifier, Validate
 from celery_idempotent.keys.stamp import Identified
 from celery_idempotent.protocol.options import KNOWN, Policy, read_task_options, refuse_unknown
 from celery_idempotent.settings import PREFIX, own_settings
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+#: Functions whose call returns before the body has run.
+_UNFINISHED = (
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+    inspect.isgeneratorfunction,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +55,6 @@ class Definition:
     #: The task has a rule for its key, for its scope.
     keyed: bool
     scoped: bool
-    #: Celery dumps the models among its arguments.
-    takes_models: bool
     #: The ``__call__`` of a base after ours.
     call_behind: Callable[..., object] | None
     #: Its settle may store the result.
@@ -113,7 +120,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     """Return the definition of ``task``; ``base``: the class whose ``__call__`` and ``backend`` this serves.
 
     Raises:
-        InvalidOption: for an unknown or bad option.
+        InvalidOption: for an unknown or bad option, or a coroutine or generator function that no base runs.
     """
     name = str(task.name)
     refuse_unknown(own_settings(app), KNOWN, where="the app", prefix=PREFIX)
@@ -123,20 +130,54 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         about.setdefault("fingerprint", None)
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
     first = next(each for each in behind if "__call__" in vars(each))
-    signature = inspect.signature(object.__new__(task).run)
+    run = object.__new__(task).run
+    has_runner = any("__call__" in vars(each) for each in task.__mro__ if each not in (base, Task))
+    if policy.mode != "off" and not has_runner and any(kind(run) for kind in _UNFINISHED):
+        refused = InvalidOption(
+            f"Task {name} is a coroutine or generator function: its call returns before its body runs. Run it within "
+            "the task (asyncio.run(…)), give the task a base whose __call__ does, or switch protection off for it "
+            '(idempotency_mode="off").'
+        )
+        if policy.mode == "enforce":
+            raise refused
+        logger.warning("idempotency: observed: a task would have been refused: %s", refused)
     return Definition(
         app=app,
         name=name,
         policy=policy,
-        identifier=Identifier(name, signature, **about),
+        identifier=Identifier(
+            name, inspect.signature(run), validate=_validation_of(run, app, name), **about
+        ),
         codec=TaskCodec(app, name, policy),
         keyed=about.get("key") is not None,
         scoped=about.get("scope") is not None,
-        takes_models=getattr(task, "_dump_pydantic_arguments", None) is not None,
         call_behind=None if first is Task else vars(first)["__call__"],
         fuses=policy.mode == "enforce"
         and inspect.getattr_static(task, "backend") is vars(base)["backend"],
     )
+
+
+def _validation_of(run: Any, app: Celery, name: str) -> Validate | None:
+    """Return Celery's validation of a task's arguments; ``None`` if it takes no models."""
+    wrapper = getattr(run, "__func__", run)
+    # Celery's wrapper that validates is the only run() from this module.
+    if getattr(wrapper, "__globals__", None) is not vars(celery.app.base):
+        return None
+    own = (None,) * inspect.ismethod(run)  # in the place of self
+
+    @functools.wraps(wrapper.__wrapped__)
+    def arguments(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args[len(own) :], kwargs
+
+    validated = wrapper.__globals__["pydantic_wrapper"](app, arguments, name, strict=False)
+
+    def validate(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        try:
+            return validated(*own, *(args or ()), **(kwargs or {}))  # type: ignore[no-any-return]
+        except Exception:  # noqa: BLE001  validators are the user's code
+            return args, kwargs  # the task will raise it
+
+    return validate
 
 
 #: The apps whose task modules are imported, or are being imported.

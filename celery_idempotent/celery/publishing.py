@@ -35,7 +35,7 @@ from celery_idempotent.celery.definition import (
     is_celerys_own,
     may_guard,
 )
-from celery_idempotent.celery.typed import AnyCelery, AnyTask, CallResult, Options
+from celery_idempotent.celery.typed import AnyCelery, CallResult, Options
 from celery_idempotent.errors import DuplicateCall, FingerprintMismatch, IdempotencyError
 from celery_idempotent.keys import stamp
 from celery_idempotent.keys.stamp import Identified, as_mapping, read_stamp, with_stamp
@@ -106,8 +106,6 @@ def publish(
             take_key(options)
         call = DeferredCall(args=args, kwargs=kwargs, options=options)
         return send(args, kwargs, **options) if intercept is None else intercept(task, call)
-    if definition.takes_models:
-        args, kwargs = as_sent(task, args, kwargs)
     retrying = _retrying_run(task, definition, options) if options.get("retries") else None
     # Before stamp_call() adds a task id.
     reserve = (
@@ -134,12 +132,6 @@ def publish(
         call = DeferredCall(args=args, kwargs=kwargs, options=options)
         return _Publication(task, definition, identified, send, call).make()
     return send(args, kwargs, **options)
-
-
-def as_sent(task: AnyTask, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return arguments as their message carries them, and keys are read from them: dumps in the place of models."""
-    dump = getattr(task, "_dump_pydantic_arguments", None)  # Celery < 5.7 sends models as they are
-    return (args, kwargs) if dump is None else dump(args, kwargs)
 
 
 def stamp_call(

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 #: In a stamp: how often a message was republished for a conflict, a store failure, or callbacks that were not sent. The
 #: user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES, UNDELIVERED = "conflicts", "store_failures", "undelivered"
+#: In a stamp: the token of the holder whose conflicts are counted.
+HOLDER = "holder"
 
 #: The longest countdown for each, in seconds.
 _LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
@@ -92,7 +94,8 @@ def conflict(run: DeliveredRun, record: Record, left_ms: int) -> NoReturn:
     # The operation of a redelivery has begun before its expiry.
     how: Options = {"expires": None} if is_redelivery else {}
     line = "is republished with a countdown of %(countdown).1f s (conflict %(count)d): %(reason)s"
-    again = _republish(run, CONFLICTS, line, reason=message, left=left, **how)
+    how |= {"left": left, "holder": record.token}
+    again = _republish(run, CONFLICTS, line, reason=message, **how)
     if is_redelivery:
         raise Ignore(message)
     raise Retry(message, exc=error, when=again.options["countdown"], sig=again)
@@ -145,17 +148,25 @@ def _republish(
     return again
 
 
-def _again(run: DeliveredRun, counter: str, *, left: float | None = None, **options: Any) -> Sig:
-    """Return this message with a countdown, counted in its stamp.
+def _again(
+    run: DeliveredRun,
+    counter: str,
+    *,
+    left: float | None = None,
+    holder: int | None = None,
+    **options: Any,
+) -> Sig:
+    """Return this message with a countdown, counted in its stamp; the count starts anew with another holder.
 
     While a countdown lasts, the message is not acknowledged: it stays well under the visibility timeout.
     """
     task, request = run.task, run.request
     headers = as_mapping(request.headers)
-    before = read_stamp(headers, request.id).get(counter)
-    count = before + 1 if isinstance(before, int) else 1
+    known, more = read_stamp(headers, request.id), {} if holder is None else {HOLDER: holder}
+    before = known.get(counter) if more.items() <= known.items() else 0
+    more[counter] = count = before + 1 if isinstance(before, int) else 1
     # If publishing fails, this delivery asks again with this stamp.
-    request.headers = with_stamp(headers, str(request.id), more={counter: count})
+    request.headers = with_stamp(headers, str(request.id), more=more)
     longest = min(_LONGEST[counter], unacknowledged_s(task))
     if left is not None:
         longest = min(longest, max(left, 0.1))

@@ -13,6 +13,7 @@ from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.definition import definition_of
 from celery_idempotent.celery.finding import celery_meta, task_name
 from celery_idempotent.celery.operations import OPERATIONS, Operation, is_live, offered
+from celery_idempotent.celery.republish import redelivery_timeout
 from celery_idempotent.celery.sweep import sweep_interval
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.options import Policy
@@ -248,6 +249,9 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
     }
     claimed = _first(claims)
     sweeps = sweeps_of(app, store, store.stats())[1] if stale else ""
+    broker, back = redelivery_timeout(app), "once the connection of its worker is gone"
+    if broker is not None:
+        back = f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
     error = f" with {record.error.partition(':')[0]}" if record.error else ""
     headlines = {
         "QUEUED: its message is on its way, and no worker has it yet.": queued,
@@ -295,6 +299,9 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
         f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
         f"A delivery or call before that claims it at once, and {claimed}.": stale,
         f"The next delivery or call claims it, and {claimed}.": interrupted,
+        f"If its worker was lost, the broker delivers its message again {back}.": known
+        and (stale or (crashes and interrupted))
+        and not ended,
         f"Kept until {until}, by the options of its task.": state.is_final and known,
         f"Until it expires, duplicates do not run: they get {_first(answers)}.": state.is_final,
     }

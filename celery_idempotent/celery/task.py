@@ -162,7 +162,6 @@ class IdempotentTask(DefinedTask):
         definition = self.idempotency_definition()
         if definition is None:
             return super().apply(args, kwargs, *rest, **options)
-        args, kwargs = publishing.as_sent(self, args, kwargs)
         publishing.stamp_call(definition, args, kwargs, options, eager=True)
         with shields.get(get_ident(), NO_SHIELD).around_eager_call():
             result = super().apply(args, kwargs, *rest, **options)

@@ -29,11 +29,11 @@ from django.db.models import F, QuerySet
 from kombu import pools
 from kombu.exceptions import OperationalError
 
+from celery_idempotent.celery.codec import as_sent
 from celery_idempotent.celery.definition import DefinedTask, is_celerys_own
 from celery_idempotent.celery.publishing import (
     DeferredCall,
     absolute,
-    as_sent,
     give_ids_to_callbacks,
     outbox_interceptor,
 )
@@ -206,12 +206,11 @@ def _dump(task: AnyTask, call: DeferredCall, options: Options) -> bytes:
     """
     app = task.app
     name = options.get("serializer") or task.serializer or app.conf.task_serializer
-    args, kwargs = as_sent(task, call.args, call.kwargs)
-    content: Options = {"task": str(task.name), "args": args, "kwargs": kwargs}
+    content: Options = {"task": str(task.name), "args": call.args, "kwargs": call.kwargs}
     content |= {"options": options, "reserve": call.reserve}
     try:
         serializer = Serializer(name, app.conf.accept_content)
-        return to_bytes(serializer.dump(content, max_bytes=MAX_BYTES))
+        return to_bytes(serializer.dump(as_sent(app, content), max_bytes=MAX_BYTES))
     except (InvalidOption, NotStored) as problem:
         raise IdempotencyError(
             f"A call of {task.name}, with its options, cannot be staged: {problem}"

@@ -101,8 +101,7 @@ class Order(publishing.ReservedCall):
         error_status: ErrorStatus | None,
         docs_url: str | None,
     ) -> None:
-        self.task = task
-        self.args, self.kwargs = publishing.as_sent(task, args, kwargs)
+        self.task, self.args, self.kwargs = task, args, kwargs
         self.read, self.status_url, self.docs_url = read, status_url, docs_url
         self.options, self.error_status = Options(options), error_status or {}
         definition = task.idempotency_definition()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -131,6 +132,15 @@ def compile_rule(
         raise refused(
             "must be the name of an argument, a tuple of names, a function of the arguments, ALL_ARGUMENTS or None"
         )
+    with suppress(ValueError):  # some callables written in C have no signature
+        signature = inspect.signature(option)
+        try:
+            signature.bind(**{n: None for n in parameters.names if n != parameters.var_keyword})
+        except TypeError as error:
+            raise refused(
+                f"must take every argument of the task by keyword ({known}), but: {error}",
+                "Add **_ for the arguments that it does not need.",
+            ) from None
     return ArgumentRule(parameters, where, option)
 
 

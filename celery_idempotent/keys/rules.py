@@ -19,11 +19,11 @@ import hashlib
 import inspect
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, TypeAlias
 
 from celery_idempotent.errors import InvalidKey, KeyMissing, bad_option
 from celery_idempotent.keys import arguments
@@ -93,6 +93,10 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
+#: Puts models in the place of their dumps.
+Validate: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
+
+
 class Identifier:
     """The rules for keys, scopes and fingerprints of a task's calls, compiled once from its options.
 
@@ -109,8 +113,9 @@ class Identifier:
         scope: object = None,
         namespace: str | None = None,
         fingerprint: object = ALL_ARGUMENTS,
+        validate: Validate | None = None,
     ) -> None:
-        self.task_name = task_name
+        self.task_name, self._validate = task_name, validate
         self.namespace = task_name if namespace is None else namespace
         self._parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
@@ -153,6 +158,8 @@ class Identifier:
             KeyMissing: if an argument that ``idempotency_key`` names is missing or None.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
+        if self._validate is not None:
+            args, kwargs = self._validate(args, kwargs)
         given, rule = self._parameters.bind(args, kwargs), self._key
         if given is not None:
             if scope is None and self._scope is not None:

@@ -227,6 +227,7 @@ def test_explain_knows_that_an_atomic_run_leaves_no_rows(store, run):
     app = make_app(store, idempotency_atomic=True)
     result = CliRunner().invoke(idempotency, ["explain", "lost"], obj=SimpleNamespace(app=app))
     assert "It was rolled back in the database: what it did elsewhere" in result.stdout
+    assert "If its worker was lost, the broker delivers its message again once" in result.stdout
 
 
 def test_explain_says_that_a_claim_will_not_run_what_crashed_too_often(store, run):

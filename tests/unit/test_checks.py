@@ -14,6 +14,8 @@ from typing import Any
 import kombu
 import pytest
 from celery import Celery
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import republish
@@ -204,6 +206,21 @@ def test_the_defaults_are_those_of_kombu(transport: str) -> None:
         pytest.skip(f"this kombu has no transport {transport}")
     number = re.findall(rf"{option}[\w: ]*= (\d+)\b", path.read_text())
     assert float(number[0]) == seconds
+
+
+@pytest.mark.filterwarnings("ignore:\\s*The 'queue' task attribute is deprecated")
+@pytest.mark.parametrize("route", [{"queue": "all"}, {"queue": "bcast"}, {"exchange": "all"}, {}])
+def test_tasks_that_are_routed_to_a_fanout_exchange_are_found(route: dict[str, str]) -> None:
+    odd = Queue("odd", Exchange("odd", "topic"), "#")
+    queues = [Queue("celery"), Broadcast("all", queue="bcast"), odd]
+    routes = {"every": route, "own": {"queue": "celery"}, "other": {"exchange": "odd"}}
+    app = app_with(task_queues=queues, task_routes=routes)
+    for name in routes:
+        options: dict[str, Any] = {"queue": "bcast"} if name == "own" else {}
+        app.task(name=name, base=IdempotentTask, shared=False, **options)(_nothing)
+    (finding,) = check_settings(app)
+    assert ids([finding]) == ["W023"]
+    assert finding.problem.endswith(": every, own." if route else ": own.")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,14 @@ class TestDefaults:
         assert policy(idempotency_retention=retention, idempotency_lease=30).keep_ms == kept
 
 
+def of_order_id_alone(order_id: str) -> str:
+    return order_id
+
+
+def of_a_misspelt_name(oid: str, **_: object) -> str:
+    return oid
+
+
 GOOD = [
     ("lease", 0.1, "lease_ms", 100),
     ("lease", 1.0001, "lease_ms", 1001),
@@ -125,6 +133,8 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
             ((), RULE, REST),
             ((1,), RULE, REST),
             (SimpleNamespace(), RULE, REST),
+            (of_order_id_alone, "of the task by keyword (order_id, amount)", "Add **_"),
+            (of_a_misspelt_name, "of the task by keyword (order_id, amount)", "Add **_"),
         )
     ),
 ]

@@ -339,6 +339,12 @@ class TestConflicts:
             waits.append(eta_in(published[-1]))
         assert all(wait <= 10 for wait in waits)
         assert min(waits[4:]) > 4
+        # A takeover is not the ninth conflict of a lost worker, but the first of another run.
+        store.release(theirs.identity, token=theirs.token)
+        theirs = hold(store, "k", "t")
+        deliver(app, published[-1])
+        assert published[-1].stamp["conflicts"] == 1
+        assert eta_in(published[-1]) <= 1
         store.release(theirs.identity, token=theirs.token)
         deliver(app, published[-1])
         assert runs == ["k"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError, IdempotentTask
+from celery_idempotent import IdempotencyError, IdempotentTask, InvalidOption
 
 
 async def coroutine(key: str) -> str:
@@ -29,9 +30,24 @@ def define(app: Celery, body: Any, **options: Any) -> Any:
     return app._task_from_fun(body, idempotency_key="key", **options)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("body", [coroutine, generator, async_generator])
-def test_what_returns_before_it_has_run_fails_and_settles_nothing(app: Celery, body: Any) -> None:
-    task = define(app, body)
+BODIES = [coroutine, generator, async_generator]
+
+
+@pytest.mark.parametrize("body", [*BODIES, partial(partial(coroutine))])
+def test_a_body_that_returns_before_it_has_run_is_refused_where_it_is_defined(
+    app: Celery, body: Any
+) -> None:
+    task = type("Charge", (IdempotentTask,), {"name": "t", "run": staticmethod(body)})
+    with pytest.raises(InvalidOption, match=r"^Task t is a coroutine or gen.*asyncio\.run"):
+        app.register_task(task())
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_hides_behind_a_decorator_fails_and_settles_nothing(app: Celery, body: Any) -> None:
+    def wrapper(key: str) -> Any:
+        return body(key)
+
+    task = define(app, wrapper)
     error = task.apply(("k",)).result
     assert isinstance(error, IdempotencyError)
     assert "of which nothing was run" in str(error)
@@ -39,9 +55,12 @@ def test_what_returns_before_it_has_run_fails_and_settles_nothing(app: Celery, b
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])
-def test_observed_or_switched_off_it_is_as_with_celery(app: Celery, mode: str) -> None:
+def test_observed_or_switched_off_it_is_as_with_celery(
+    app: Celery, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     found = define(app, coroutine, idempotency_mode=mode).apply(("k",)).result
     assert asyncio.run(found) == "k"
+    assert ("would have been refused: Task t is a coroutine" in caplog.text) is (mode == "observe")
 
 
 class Running(IdempotentTask):
