@@ -60,7 +60,7 @@ _number = partial(Option, type=click.IntRange(1), show_default=True)
 #: Which record a KEY is about.
 _ONE = [
     Option(["--task"], metavar="NAME", help="Only this task (or namespace)."),
-    Option(["--scope"], metavar="SCOPE", help="Only this scope; `user 17`: requests of that user."),
+    Option(["--scope"], metavar="SCOPE", help='Only this scope, such as ["user", 17].'),
 ]
 
 #: Which of all records are selected.

@@ -251,6 +251,10 @@ class _WsgiExchange(ServedRequest):
             raise
         return self.rest
 
+    def given(self) -> tuple[Request, bytes]:
+        """Return the request with an input of its own: the application's stays unread."""
+        return {**self.environ, "wsgi.input": BytesIO(self.body)}, self.body
+
     def receive(self) -> None:
         limit = self.options.max_request_bytes
         is_chunked = "HTTP_TRANSFER_ENCODING" in self.environ

@@ -14,7 +14,7 @@ from django.http import HttpResponse, JsonResponse
 from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 
-from celery_idempotent import IdempotentTask
+from celery_idempotent import IdempotentTask, current_claim
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from celery_idempotent.django.http.responses import status
 from tests.http.kinds import kinds
@@ -55,6 +55,19 @@ def ask(
         more["HTTP_IDEMPOTENCY_KEY"] = key
     with override_settings(ROOT_URLCONF=module):
         return client.generic(method, "/5/", body, content_type=kind, **more)
+
+
+def test_a_step_of_a_view_is_not_repeated_after_its_failure() -> None:
+    def view(_: Any, **__: Any) -> HttpResponse:
+        claim = current_claim()
+        assert claim is not None
+        claim.step("charge", lambda: charges.append(1))
+        return HttpResponse(status=next(statuses))
+
+    charges, statuses, key = list[int](), iter((503, 201)), new_key()
+    guarded = idempotent_view(**OPTIONS)(view)
+    assert [ask(guarded, key).status_code for _ in range(3)] == [503, 201, 201]
+    assert charges == [1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

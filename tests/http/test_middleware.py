@@ -273,6 +273,14 @@ def test_a_fingerprint_of_ones_own_is_given_the_body(kind: str, shop: Shop) -> N
     assert client.ask(key, b'{"amount": 2, "at": 6}').status == 422
 
 
+def test_a_function_that_reads_the_request_takes_nothing_from_the_application(shop: Shop) -> None:
+    read = {"fingerprint": lambda environ, _: environ["wsgi.input"].read().decode()}
+    client, key = open_client("wsgi", shop, **read), new_key()
+    assert client.ask(key, b"17").status == 201
+    assert client.ask(key, b"18").status == 422
+    assert [call.body for call in shop.runs] == [b"17"]
+
+
 def test_names_keep_two_services_in_one_store_apart(kind: str) -> None:
     def note(sender: Any, event: Event, **_: Any) -> None:
         told.append((sender, event.task, event.identity and event.identity.namespace))
@@ -413,6 +421,7 @@ def test_a_repetition_that_waits_does_not_stop_the_loop() -> None:
         scope["route"] = "/pay"
         while len(asked) < 3:
             await asyncio.sleep(0.001)
+        await asyncio.sleep(2)  # two leases
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
@@ -421,7 +430,7 @@ def test_a_repetition_that_waits_does_not_stop_the_loop() -> None:
         await inner(scope, receive, send)
 
     asked: list[Any] = []
-    inner = asgi(app, wait=30).app
+    inner = asgi(app, wait=30, lease=1).app
     answers = asyncio.run(burst(AsgiClient(around), [new_key()] * 3))
     assert sorted(each.replayed for each in answers) == [False, True, True]
     assert [each.get("route") for each in asked].count("/pay") == 1

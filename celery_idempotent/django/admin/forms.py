@@ -36,7 +36,7 @@ class FilterForm(forms.Form):
 
     state = forms.ChoiceField(required=False, choices=[("", _DEFAULT), *STATES.items()])
     task = _text(list="idempotency-tasks")
-    scope = _text(placeholder="tenant-1, or user 17")
+    scope = _text(placeholder='tenant-1, or ["user", 17]')
     since = _text("Changed within", _AGE, placeholder="10m, 2h, 1d")
     before = _text("Not changed for", _AGE, placeholder="10m, 2h, 1d")
     error = _text("Class of error", placeholder="ValueError")
