@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
 from django.db import DatabaseError, connections, transaction
-from django.db.models import F, QuerySet
 from kombu import pools
 from kombu.exceptions import OperationalError
 
@@ -53,6 +52,7 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+    from django.db.models import QuerySet
 
     from celery_idempotent.django.models import OutboxMessage
 
@@ -193,8 +193,7 @@ def _stage_call(task: AnyTask, call: DeferredCall, using: str) -> str:
         created_ms=NowMs(),
         due_ms=NowMs() + LEASE_MS,
     )
-    send = partial(_send_after_commit, app, using, message, time.monotonic())
-    transaction.on_commit(send, using=using)
+    transaction.on_commit(partial(_send_after_commit, app, using, message), using=using)
     return task_id
 
 
@@ -270,17 +269,11 @@ def _name_of(app: Celery) -> str:
     return str(app.main or "")[:MAX_CHARS]
 
 
-def _send_after_commit(app: Celery, using: str, message: OutboxMessage, staged_at: float) -> None:
+def _send_after_commit(app: Celery, using: str, message: OutboxMessage) -> None:
     """Send one message after its COMMIT; after a failure it is left to the sweep."""
-    now = time.monotonic()
-    if now < _unreached_until.get(app, 0):
+    if time.monotonic() < _unreached_until.get(app, 0):
         return
     try:
-        if (now - staged_at) * 1000 >= LEASE_MS / 2:
-            # The transaction took so long that a sweep may be at the message: that has moved the time once.
-            row = _rows(using).filter(pk=message.pk, due_ms__lt=F("created_ms") + 2 * LEASE_MS)
-            if not row.update(due_ms=NowMs() + LEASE_MS):
-                return
         error = _send(app, using, message)
         if error is not None and _is_unreachable(app, error):
             _unreached_until[app] = time.monotonic() + UNREACHED_SECONDS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -106,6 +108,18 @@ class Stage:
             staged = self.notes(*numbers, **options)
             connections[self.alias].run_on_commit.clear()
         return staged
+
+    @contextmanager
+    def dies_before_delete(self) -> Iterator[None]:
+        """Stage in a transaction whose process dies once its message is sent."""
+        from django.db.models import QuerySet
+
+        def die(*_: object) -> None:
+            raise SystemExit
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit), self.atomic():
+            patch.setattr(QuerySet, "_raw_delete", die)
+            yield
 
     def rolls_back(self, *numbers: int) -> None:
         from django.db import transaction

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -84,20 +83,14 @@ def test_a_pydantic_model_is_staged_as_its_message_carries_it(lite: Stage):
 
 
 class TestOnEveryDatabase:
-    def test_a_message_is_sent_after_the_commit_and_then_forgotten(self, stage: Stage):
-        with stage.atomic():
-            staged = stage.notes(1, 2, 3)
-            assert ids(stage.app) == []
-            assert [each.task_id for each in stage.pending()] == staged
-        assert ids(stage.app) == staged
-        assert stage.pending() == []
-
-    def test_what_is_rolled_back_is_neither_kept_nor_sent(self, stage: Stage):
+    def test_a_message_is_sent_after_the_commit_and_what_is_rolled_back_is_not(self, stage: Stage):
         stage.rolls_back(1)
         with stage.atomic():
             first = stage.notes(2)
             stage.rolls_back(3)
             last = stage.notes(4)
+            assert ids(stage.app) == []
+            assert [each.task_id for each in stage.pending()] == first + last
         assert ids(stage.app) == first + last
         assert stage.pending() == []
 
@@ -159,6 +152,9 @@ class TestOnEveryDatabase:
             (0, ""),
             (0, ""),
         ]
+        stage.pass_time()
+        assert stage.sweep() == (0, 1), "nor is a sweep"
+        assert sum(each.attempts for each in stage.pending()) == 2
         monkeypatch.undo()
         stage.pass_time()
         assert stage.sweep()[0] == 3
@@ -189,18 +185,9 @@ class TestOnEveryDatabase:
         stage.sweep()
         assert Counter(ids(stage.app)) == Counter(staged)
 
-    def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ):
-        from django.db.models import QuerySet
-
-        def die(*_: object) -> None:
-            raise SystemExit
-
-        monkeypatch.setattr(QuerySet, "_raw_delete", die)
-        with pytest.raises(SystemExit), stage.atomic():
+    def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(self, stage: Stage):
+        with stage.dies_before_delete():
             stage.add("note", (7,), countdown=60, expires=120, headers={"trace": "x"})
-        monkeypatch.undo()
         ((headers, body, _),) = sent(stage.app)
         stage.pass_time()
         assert stage.sweep()[0] == 1
@@ -209,56 +196,6 @@ class TestOnEveryDatabase:
         assert same == body
         assert headers["idempotency"]["id"] == headers["id"]
         assert headers["idempotency"]["key"] == "7"
-
-    @pytest.mark.parametrize("name", ["once", "once_unretained"])
-    def test_one_that_has_run_before_it_is_deleted_is_not_sent_again(
-        self, lite: Stage, monkeypatch: pytest.MonkeyPatch, name: str
-    ):
-        from django.db.models import QuerySet
-
-        def die(*_: object) -> None:
-            raise SystemExit
-
-        monkeypatch.setattr(QuerySet, "_raw_delete", die)
-        with pytest.raises(SystemExit), lite.atomic():
-            lite.add(name, (7,))
-        monkeypatch.undo()
-        (task_id,) = ids(lite.app)
-        assert lite.app.tasks[name].apply((7,), task_id=task_id).get() == 7
-        lite.pass_time()
-        lite.sweep()
-        assert (ids(lite.app), lite.pending()) == ([], [])
-
-    def test_after_a_long_transaction_its_process_sends_what_no_sweep_has(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ):
-        from celery_idempotent.django import outbox
-
-        with stage.atomic():
-            staged = stage.notes(1, 2)
-            later = time.monotonic() + 3600
-            monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: later))
-        assert ids(stage.app) == staged
-        assert stage.pending() == []
-
-    def test_after_a_long_transaction_what_a_sweep_has_is_left_to_it(
-        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
-    ):
-        from django.db import transaction
-
-        from celery_idempotent.django import outbox
-        from celery_idempotent.django.fields import NowMs
-
-        def swept() -> None:
-            stage.rows.update(created_ms=NowMs() - 3_600_000, due_ms=NowMs() + outbox.LEASE_MS)
-
-        with stage.atomic():
-            transaction.on_commit(swept, using=stage.alias)
-            staged = stage.notes(1, 2)
-            later = time.monotonic() + 3600
-            monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: later))
-        assert ids(stage.app) == []
-        assert [each.task_id for each in stage.pending()] == staged
 
     def test_a_sweep_leaves_alone_what_another_took_meanwhile(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
@@ -298,24 +235,17 @@ class TestOnEveryDatabase:
         assert stage.sweep()[0] == 1
         assert ids(stage.app) == staged[2:]
 
-    def test_the_beat_task_sweeps_the_outbox_too(self, stage: Stage):
-        staged = stage.dies_after_commit(1)
-        stage.pass_time()
-        counts = whole_sweep(stage.app)
-        assert (counts["outbox_sent"], counts["outbox_failed"]) == (1, 0)
-        assert ids(stage.app) == staged
-
 
 class TestSweeping:
-    def test_it_leaves_the_others_in_peace_when_the_broker_is_down(
-        self, lite: Stage, monkeypatch: pytest.MonkeyPatch
-    ):
-        for number in range(6):
-            lite.dies_after_commit(number)
+    @pytest.mark.parametrize("name", ["once", "once_unretained"])
+    def test_one_that_has_run_before_it_is_deleted_is_not_sent_again(self, lite: Stage, name: str):
+        with lite.dies_before_delete():
+            lite.add(name, (7,))
+        (task_id,) = ids(lite.app)
+        assert lite.app.tasks[name].apply((7,), task_id=task_id).get() == 7
         lite.pass_time()
-        lite.break_broker(monkeypatch)
-        assert lite.sweep() == (0, 1)
-        assert sum(each.attempts for each in lite.pending()) == 1
+        lite.sweep()
+        assert (ids(lite.app), lite.pending()) == ([], [])
 
     def test_a_message_that_it_sends_is_a_root_and_none_of_its_children(self, lite: Stage):
         (staged,) = lite.dies_after_commit(1)
@@ -346,13 +276,13 @@ class TestSweeping:
 
 
 class TestWhatIsKept:
-    def test_delays_become_points_in_time_and_other_options_stay(self, lite: Stage):
-        before = datetime.now(timezone.utc)
+    def test_delays_become_points_in_time_and_all_else_stays_as_it_was_staged(self, lite: Stage):
+        before, extra = datetime.now(timezone.utc), ["as it was"]
         linked = lite.app.tasks["plain"].si()
         with lite.atomic():
             lite.add(
                 "note",
-                (1,),
+                (1, extra),
                 countdown=100,
                 expires=200,
                 priority=7,
@@ -362,7 +292,9 @@ class TestWhatIsKept:
                 shadow="a shadow",
                 ignore_result=True,
             )
+            extra.append("later")
         ((headers, body, properties),) = sent(lite.app)
+        assert body[0] == [1, ["as it was"]]
         eta, expires = (datetime.fromisoformat(headers[name]) for name in ("eta", "expires"))
         assert timedelta(seconds=99) < eta - before < timedelta(seconds=110)
         assert timedelta(seconds=199) < expires - before < timedelta(seconds=210)
@@ -383,20 +315,6 @@ class TestWhatIsKept:
         (first, _, _), (second, _, _) = sent(lite.app)
         assert datetime.fromisoformat(first["expires"]) > datetime.now(timezone.utc)
         assert second["expires"] is None
-
-    def test_arguments_are_those_of_the_moment_of_the_staging(self, lite: Stage):
-        extra = ["as it was"]
-        with lite.atomic():
-            lite.add("note", (1, extra))
-            extra.append("later")
-        ((_, body, _),) = sent(lite.app)
-        assert body[0] == [1, ["as it was"]]
-
-    def test_a_call_without_a_key_gets_its_task_id_when_it_is_staged(self, lite: Stage):
-        with lite.atomic():
-            task_id = lite.add("free", (1,))
-            assert lite.pending()[0].key == ""
-        assert ids(lite.app) == [task_id]
 
     def test_an_overridden_apply_async_has_its_say_once(self, lite: Stage):
         task: Any = lite.app.tasks["note"]
@@ -431,23 +349,18 @@ class TestWhatIsKept:
 
 
 class TestPublishOnce:
-    def test_a_call_whose_key_was_published_is_not_sent(self, lite: Stage):
-        first = lite.app.tasks["once"].apply_async((1,))
-        with lite.atomic():
-            lite.add("once", (1,))
-            second = lite.add("once", (2,))
-            assert ids(lite.app) == [first.id]
-        assert ids(lite.app) == [second]
-        assert lite.pending() == []
-
     def test_the_key_is_reserved_when_the_call_is_sent(self, lite: Stage):
         task: Any = lite.app.tasks["once"]
+        first = task.apply_async((1,))
         with lite.atomic():
-            staged = lite.add("once", (1,))
-            assert task.idempotency_record(1) is None
-        assert task.idempotency_record(1).task_id == staged
-        assert task.apply_async((1,)).id == staged
-        assert ids(lite.app) == [staged]
+            lite.add("once", (1,))  # published before: it is not sent
+            second = lite.add("once", (2,))
+            assert task.idempotency_record(2) is None
+            assert ids(lite.app) == [first.id]
+        assert task.idempotency_record(2).task_id == second
+        assert task.apply_async((2,)).id == second
+        assert ids(lite.app) == [second]
+        assert lite.pending() == []
 
     def test_one_that_the_caller_reserved_before_is_sent(self, lite: Stage):
         task: Any = lite.app.tasks["once"]
@@ -655,19 +568,11 @@ class TestWithRabbitMQ:
         assert rabbit.sweep()[0] == 1
         self.arrives(rabbit, lost)
 
-    def test_a_message_that_the_broker_refuses_stays(self, rabbit: Stage):
-        with rabbit.atomic():
-            rabbit.add("note", (1,), exchange="there-is-no-such", routing_key="x")
-        with rabbit.atomic():
-            other = rabbit.notes(2)
-        (kept,) = rabbit.pending()
-        assert "NOT_FOUND" in kept.error
-        self.arrives(rabbit, *other)
-
-    def test_refused_messages_are_no_sign_that_the_broker_is_down(self, rabbit: Stage):
+    def test_messages_that_the_broker_refuses_stay_and_hold_up_no_other(self, rabbit: Stage):
         for number in range(4):
             with rabbit.atomic():
                 rabbit.add("note", (number,), exchange="there-is-no-such", routing_key="x")
+        assert all("NOT_FOUND" in each.error for each in rabbit.pending())
         rabbit.pass_time()
         good = rabbit.dies_after_commit(9)
         rabbit.pass_time()

@@ -250,11 +250,8 @@ class ClaimTransaction:
                 if found != [(str(request.record.token),)]:
                     raise TransactionEnded
         except Error as error:
-            trouble = kind(error, own.vendor)
-            if trouble == "conflict":
+            if kind(error, own.vendor) in ("conflict", "lost"):
                 raise
-            if trouble == "lost":
-                raise SessionLost from error
             if error_code(error) in _ENDED or "no such savepoint" in str(error):
                 raise TransactionEnded from error
             raise self._connections.trouble(error) from error

@@ -197,11 +197,9 @@ class Connections:
     def joined(self) -> bool:
         """Would a verb become part of the thread's transaction?"""
         own = self.own()
-        if in_testcase(own):
-            return True
-        if own.vendor != "sqlite" or own.needs_rollback:
-            return False
-        return own.in_atomic_block or (own.connection is not None and own.connection.in_transaction)
+        return _uses_own(own) and (
+            own.in_atomic_block or (own.connection is not None and own.connection.in_transaction)
+        )
 
     def own(self) -> BaseDatabaseWrapper:
         """Return the thread's own connection, open or not."""
@@ -244,8 +242,7 @@ class Connections:
     def _session(self, own: BaseDatabaseWrapper) -> contextlib.AbstractContextManager[Session]:
         """Return the session of one verb."""
         self.tested = self.tested or under_test()
-        joins = in_testcase(own) or (own.vendor == "sqlite" and not own.needs_rollback)
-        return self._joining(own) if joins else self._lent()
+        return self._joining(own) if _uses_own(own) else self._lent()
 
     @contextlib.contextmanager
     def _joining(self, own: BaseDatabaseWrapper) -> Iterator[Session]:
@@ -332,6 +329,11 @@ class Connections:
     def _close(self, session: Session) -> None:
         self._open.discard(session)
         _close_all({session})
+
+
+def _uses_own(own: BaseDatabaseWrapper) -> bool:
+    """Does a verb use the thread's own connection? See the module's exceptions."""
+    return in_testcase(own) or (own.vendor == "sqlite" and not own.needs_rollback)
 
 
 def _is_psycopg_3(connection: BaseDatabaseWrapper) -> bool:
