@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
@@ -82,7 +83,9 @@ class Cache:
             return
         record, left_ms = stored.record, stored.expires_ms - now_ms - _TICKET_MS
         age_ms = max(now_ms - record.updated_ms + left_ms, 0)
-        entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(stored, bytes(4))
+        # The message that a FAILED record keeps is for an operator, and has arguments.
+        copy = stored._replace(record=replace(record, message=None))
+        entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(copy, bytes(4))
         # What a sweep failed its owner may still settle; what an operator settled is reported with who and why.
         final = not (record.swept or record.settled_by_operator)
         if final and left_ms > 0 and len(entry) <= _MAX_BYTES:

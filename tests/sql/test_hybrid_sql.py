@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,21 +18,18 @@ from celery_idempotent.django.hybrid import HybridStore
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.records import (
     Claimed,
-    ClaimRequest,
     Held,
-    ReserveRequest,
     Settled,
-    SettleRequest,
     State,
 )
 from celery_idempotent.stores import open_store
 from tests.sql import databases
-from tests.sql.verbs import KEY, VALUE
+from tests.sql.verbs import KEY, VALUE, claim, end_of
+from tests.stores.verbs import reserve
 
 pytestmark = pytest.mark.redis
 
 FINGERPRINT = bytes(16)
-LEASE_MS, KEEP_MS = 60_000, 120_000
 
 
 @pytest.fixture(params=databases.KINDS)
@@ -84,30 +81,14 @@ def no_query(queries: list[str]) -> Iterator[None]:
     assert queries == []
 
 
-def ask(store: Any, **changes: Any) -> Any:
-    asked = {
-        "attempt": os.urandom(8),
-        "lease_ms": LEASE_MS,
-        "keep_ms": KEEP_MS,
-        "fingerprint": FINGERPRINT,
-        "task_id": str(uuid.uuid4()),
-    }
-    return store.claim(ClaimRequest(identity=KEY, **{**asked, **changes}))
-
-
-def claim(store: Any) -> Any:
-    answer = ask(store)
-    assert isinstance(answer, Claimed)
-    return answer.record
-
-
-def settled(**changes: Any) -> Any:
-    return {"state": State.COMPLETED, "value": VALUE, "keep_ms": KEEP_MS, **changes}
+def ask(store: Any) -> Any:
+    """Ask for the key, each time for another task."""
+    return claim(store, fingerprint=FINGERPRINT, task_id=str(uuid.uuid4()))
 
 
 @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
 def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
-    assert store.settle(SettleRequest(record=claim(store), **settled(state=state)))
+    assert store.settle(end_of(ask(store).record, state=state))
     assert queries
     for _ in range(3):
         with no_query(queries):
@@ -115,20 +96,23 @@ def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
         assert isinstance(answer, Settled)
         assert (answer.record.state, answer.record.value) == (state, VALUE)
     with no_query(queries):
-        answer = store.reserve(
-            ReserveRequest(
-                identity=KEY, task_id="a", deadline_ms=1, keep_ms=1, fingerprint=FINGERPRINT
-            )
-        )
+        answer = reserve(store, fingerprint=FINGERPRINT)
     assert isinstance(answer, Settled)
     assert answer.record == store.get(KEY)
 
 
+def test_the_message_that_a_failure_keeps_is_not_in_its_copy(store):
+    ended = end_of(ask(store).record, state=State.FAILED, message=b"with its arguments")
+    assert store.settle(ended)
+    assert store.get(KEY).message == b"with its arguments"
+    assert store.cache.look(KEY).record == replace(store.get(KEY), message=None)
+
+
 def test_in_an_atomic_task_the_cache_learns_what_was_committed_and_not_before(store, queries):
     assert store.supports_transactions
-    record = claim(store)
+    record = ask(store).record
     with store.transaction(record) as run:
-        assert run.settle(SettleRequest(record=run.record, **settled()))
+        assert run.settle(end_of(run.record))
         assert store.cache.look(KEY) is None
     assert store.cache.look(KEY).record == store.get(KEY)
     with no_query(queries):
@@ -136,9 +120,9 @@ def test_in_an_atomic_task_the_cache_learns_what_was_committed_and_not_before(st
 
 
 def test_of_a_transaction_that_is_undone_nothing_is_cached(store):
-    record = claim(store)
+    record = ask(store).record
     with undone(store.transaction(record)) as run:
-        assert run.settle(SettleRequest(record=run.record, **settled()))
+        assert run.settle(end_of(run.record))
     assert store.cache.look(KEY) is None
     assert isinstance(ask(store), Held)
     assert store.release(KEY, token=record.token)
@@ -148,9 +132,9 @@ def test_of_a_transaction_that_is_undone_nothing_is_cached(store):
 def test_inside_a_transaction_of_the_caller_nothing_is_cached_that_it_may_undo(store, alias):
     """Only on SQLite does a verb become part of it."""
     sqlite = connections[alias].vendor == "sqlite"
-    record = claim(store)
+    record = ask(store).record
     with undone(transaction.atomic(using=alias)):
-        assert store.settle(SettleRequest(record=record, **settled()))
+        assert store.settle(end_of(record))
         assert isinstance(ask(store), Settled)
         assert (store.cache.look(KEY) is None) is sqlite
     answer = ask(store)
@@ -158,7 +142,7 @@ def test_inside_a_transaction_of_the_caller_nothing_is_cached_that_it_may_undo(s
 
 
 def test_a_forget_in_a_transaction_of_the_caller_is_safe_however_that_ends(store, alias):
-    assert store.settle(SettleRequest(record=claim(store), **settled()))
+    assert store.settle(end_of(ask(store).record))
     with undone(transaction.atomic(using=alias)):
         assert store.forget(KEY)
     assert isinstance(ask(store), Settled if connections[alias].vendor == "sqlite" else Claimed)
@@ -172,7 +156,7 @@ def test_what_is_not_committed_is_no_result_even_where_dirty_reads_are_allowed(
 ):
     alias = use_database("mariadb", options={"isolation_level": "read uncommitted"})
     store: Any = HybridStore(f"{redis_url}?prefix={prefix}&socket_timeout=5", alias)
-    record = claim(store)
+    record = ask(store).record
     writer = connections.create_connection(alias)
     try:
         with writer.cursor() as cursor:
