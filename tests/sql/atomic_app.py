@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 import django
 import psycopg
 from celery import Celery, signals
-from django.db import Error, connection
+from django.db import connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
@@ -127,16 +126,11 @@ def write(table: str, key: str, token: int) -> None:
         cursor.execute(f"INSERT INTO {table} (name, token) VALUES (%s, %s)", (key, token))
 
 
-#: The options of an atomic task, and of one that retries after an error of its database.
 ATOMIC: dict[str, Any] = {
     "base": IdempotentTask,
     "idempotency_key": "key",
     "idempotency_atomic": True,
     "shared": False,
-}
-RETRIED = ATOMIC | {
-    "autoretry_for": (Error,),
-    "retry_kwargs": {"countdown": 0.2, "max_retries": None},
 }
 
 
@@ -160,24 +154,6 @@ def pay(self: Any, key: str, account: str = "") -> str:
 def follow(self: Any, key: str) -> str:
     ledger.append("followed", key, self.request.id)
     return f"paid {key}"
-
-
-@app.task(name="transfer", bind=True, **RETRIED)
-def transfer(self: Any, key: str, accounts: dict[str, int]) -> None:
-    """Move coins between accounts, and have that booked."""
-    with connection.cursor() as cursor:
-        for name, coins in sorted(accounts.items()):  # in any order two of them would deadlock
-            cursor.execute(
-                "UPDATE accounts SET balance = balance + %s WHERE name = %s", (coins, name)
-            )
-    write("effects", key, self.idempotency.token)
-    time.sleep(random.random() / 10)  # to be struck here
-    book.delay_on_commit(key)
-
-
-@app.task(name="book", bind=True, **RETRIED)
-def book(self: Any, key: str) -> None:
-    write("effects", f"{key} booked", self.idempotency.token)
 
 
 @app.task(name="hand_over", bind=True, **ATOMIC)

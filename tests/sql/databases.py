@@ -17,6 +17,7 @@ import pytest
 from celery_idempotent.django.sql.dialects import Dialect
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores.base import Store
+from tests.support.waiting import wait_for
 
 VENDORS = ("postgresql", "mariadb", "sqlite")
 #: A server, and SQLite, where a verb becomes part of the caller's transaction: for what is no matter of statements.
@@ -154,6 +155,33 @@ def waits(alias: str) -> bool:
             " ON p.id = t.trx_mysql_thread_id WHERE t.trx_state = 'LOCK WAIT' AND p.db = database()"
         )
     return bool(rows(alias, sql))
+
+
+def end_sessions(alias: str, *, own_only: bool = False) -> None:
+    """End the sessions of a database, or that of this thread's connection; wait until they are gone."""
+    from django.db import connections
+
+    own = connections[alias]
+    me, number, here = (
+        "connection_id()",
+        "id",
+        "information_schema.processlist WHERE db = database()",
+    )
+    end = "KILL %s"
+    if own.vendor == "postgresql":
+        me, number, here = (
+            "pg_backend_pid()",
+            "pid",
+            "pg_stat_activity WHERE datname = current_database()",
+        )
+        end = "SELECT pg_terminate_backend(%s)"
+    which = f"= {rows(alias, f'SELECT {me}')[0][0]}" if own_only else f"<> {me}"
+    found = f"SELECT {number} FROM {here} AND {number} {which}"
+    other = add_alias("executioner", {**own.settings_dict})
+    for session in rows(other, found):
+        execute(other, end, session)
+    wait_for(lambda: rows(other, found) == [], 20, "the end of the sessions")
+    drop_alias(other)
 
 
 def isolation(vendor: str, level: str) -> dict[str, Any]:

@@ -127,18 +127,16 @@ def test_a_serialization_failure_runs_the_body_again(
     assert here.completed()
 
 
-def an_app(store: DjangoStore) -> Celery:
+def atomic_task(store: DjangoStore, body: Callable[..., Any], **options: Any) -> Any:
     app = Celery("contention", broker="memory://", set_as_current=False)
     app.conf.idempotency_store = store
-    return app
+    ours: Any = {"base": IdempotentTask, "shared": False, "idempotency_atomic": True}
+    return app.task(name="book", **ours, **options)(body)
 
 
 def test_a_task_that_runs_again_has_its_arguments_as_they_were(place: Callable[..., Place]):
     here = place("postgresql", "serializable")
 
-    @an_app(here.store).task(
-        base=IdempotentTask, shared=False, name="book", idempotency_atomic=True
-    )
     def book(names: list[str], *, prices: dict[str, int]) -> int:
         here.runs += 1
         here.seats(here.alias)
@@ -149,16 +147,14 @@ def test_a_task_that_runs_again_has_its_arguments_as_they_were(place: Callable[.
             here.in_between()
         return here.runs
 
-    assert book.apply((["ann", "bob"],), {"prices": {"ann": 1, "bob": 2}}).get() == 2
+    task = atomic_task(here.store, book)
+    assert task.apply((["ann", "bob"],), {"prices": {"ann": 1, "bob": 2}}).get() == 2
     assert here.names() == ["ann 1", "bob 2", "first", "theirs"]
 
 
 def test_a_task_runs_again_with_arguments_that_have_no_copy(place: Callable[..., Place]):
     here = place("postgresql", "serializable")
 
-    @an_app(here.store).task(
-        base=IdempotentTask, shared=False, name="book", idempotency_atomic=True
-    )
     def book(lock: threading.Lock) -> int:
         with lock:
             here.runs += 1
@@ -168,7 +164,7 @@ def test_a_task_runs_again_with_arguments_that_have_no_copy(place: Callable[...,
                 here.in_between()
             return here.runs
 
-    assert book.apply((threading.Lock(),)).get() == 2
+    assert atomic_task(here.store, book).apply((threading.Lock(),)).get() == 2
 
 
 def test_a_view_does_not_run_again_with_a_request_that_it_has_read(place: Callable[..., Place]):
@@ -306,16 +302,11 @@ def test_a_session_that_is_lost_runs_the_body_again(
     place: Callable[..., Place], vendor: str, noticed: str
 ):
     here = place(vendor)
-    own, end = (
-        ("SELECT pg_backend_pid()", "SELECT pg_terminate_backend(%s, 10000)")
-        if vendor == "postgresql"
-        else ("SELECT connection_id()", "KILL %s")
-    )
 
     def body() -> None:
         here.book(here.alias, "ours")
         if here.runs == 1:
-            execute(here.other, end, rows(here.alias, own)[0])
+            databases.end_sessions(here.alias, own_only=True)
             if noticed == "by the body":
                 here.seats(here.alias)
 
@@ -338,18 +329,16 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
 def test_what_collides_to_the_end_fails_the_task_after_three_repeats(place: Callable[..., Place]):
     """Celery's ``autoretry_for`` sees the errors of the body alone."""
     here = place("postgresql", "serializable")
-    ours: Any = {"base": IdempotentTask, "shared": False, "name": "book"}
 
-    @an_app(here.store).task(
-        **ours, idempotency_key="name", idempotency_atomic=True, autoretry_for=(OperationalError,)
-    )
     def book(name: str) -> None:
         here.runs += 1
         here.seats(here.alias)
         here.book(here.alias, name)
         here.in_between()
 
-    ended = deliver_message(book, message_of(book, ("ann",), {}))
+    options: Any = {"idempotency_key": "name", "autoretry_for": (OperationalError,)}
+    task = atomic_task(here.store, book, **options)
+    ended = deliver_message(task, message_of(task, ("ann",), {}))
     assert (ended.state, here.runs) == ("FAILURE", 4)
     assert not ended.published
     assert here.store.get(Identity(namespace="book", key="ann")) is None
@@ -363,9 +352,6 @@ def test_a_message_that_was_rolled_back_comes_back_as_it_was(
     here = place("sqlite")
     seen: list[list[str]] = []
 
-    @an_app(here.store).task(
-        base=IdempotentTask, shared=False, name="book", idempotency_atomic=True
-    )
     def book(names: list[str]) -> None:
         seen.append(list(names))
         here.book(here.alias, names.pop())
@@ -373,11 +359,12 @@ def test_a_message_that_was_rolled_back_comes_back_as_it_was(
     def away(*_: object) -> bool:
         raise StoreUnavailable("the row is locked")
 
+    task = atomic_task(here.store, book)
     with monkeypatch.context() as patch:
         patch.setattr(ClaimTransaction, "settle", away)
-        (again,) = deliver_message(book, message_of(book, (["ann"],), {})).published
+        (again,) = deliver_message(task, message_of(task, (["ann"],), {})).published
     assert here.names() == ["first"]
-    assert deliver_message(book, again).state == "SUCCESS"
+    assert deliver_message(task, again).state == "SUCCESS"
     assert (seen, here.names()) == ([["ann"]] * 2, ["ann", "first"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -118,24 +118,16 @@ def test_what_is_rolled_back_is_not_done_and_the_lease_ends_its_claim(shop: Shop
     assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
 
 
-def test_what_is_committed_is_done_and_not_before(shop: Shop):
+def test_what_is_committed_is_done_and_its_key_is_held_before(shop: Shop):
     with shop.atomic():
         assert shop.pay.delay("order").get() == "order"
         if shop.alias != "sqlite_":  # where the record is a part of the transaction
             assert shop.state() is State.PROCESSING
+            for call in CALLS.values():
+                assert isinstance(call(shop.pay).result, InProgress)
     assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
     assert shop.pay.delay("order").get() == "order"
     assert shop.effects() == 1
-
-
-def test_a_duplicate_in_the_same_transaction_finds_the_key_held(open_shop: Callable[..., Shop]):
-    shop = open_shop("postgresql")
-    with shop.atomic():
-        shop.pay.delay("order")
-        for call in CALLS.values():
-            assert isinstance(call(shop.pay).result, InProgress)
-    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
-    assert shop.pay.delay("order").get() == "order"
 
 
 def test_a_savepoint_that_is_rolled_back_leaves_the_key_to_the_lease(
@@ -224,21 +216,14 @@ def test_two_databases_have_both_to_commit(open_shop: Callable[..., Shop]):
     assert shop.state(order="second") is State.COMPLETED
 
 
-class TestInATestCase:
-    """Its own transaction stands for none: the test's calls are done at once."""
-
-    @pytest.fixture
-    def case(self, open_shop: Callable[..., Shop]) -> Iterator[Shop]:
-        shop = open_shop("postgresql", "memory")
-        blocks = [shop.atomic(), shop.atomic()]  # of the class, and of the test
-        for block in blocks:
+def test_in_a_test_case_a_call_is_done_at_once(open_shop: Callable[..., Shop]):
+    """Its own transaction stands for none."""
+    shop = open_shop("postgresql", "memory")
+    with ExitStack() as stack:
+        for _ in ("of the class", "of the test"):
+            block = shop.atomic()
             block._from_testcase = True
-            block.__enter__()
-        yield shop
-        for block in reversed(blocks):
-            transaction.set_rollback(True, using=shop.alias)
-            block.__exit__(None, None, None)
-
-    def test_a_call_is_done_at_once(self, case: Shop):
-        case.pay.delay("order")
-        assert (case.effects(), case.state()) == (1, State.COMPLETED)
+            stack.enter_context(block)
+            stack.callback(transaction.set_rollback, True, using=shop.alias)
+        shop.pay.delay("order")
+        assert (shop.effects(), shop.state()) == (1, State.COMPLETED)

@@ -16,7 +16,6 @@ from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import (
     Held,
     Record,
-    ReserveRequest,
     Settled,
     State,
 )
@@ -24,6 +23,7 @@ from tests.sql import databases
 from tests.sql.databases import shift
 from tests.sql.verbs import KEY, VALUE, claimed, end_of, renewal
 from tests.sql.verbs import claim as ask
+from tests.stores.verbs import reserve
 
 pytest.importorskip("django")
 
@@ -44,10 +44,7 @@ def use_every_verb(store: DjangoStore) -> None:
     """Go through the life of a record, and see that each answer is what it should be."""
 
     claim = partial(ask, store)
-    reserved = store.reserve(
-        ReserveRequest(identity=KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
-    )
-    assert reserved.record.state is State.QUEUED
+    assert reserve(store, keep_ms=60_000).record.state is State.QUEUED
     first = claim(on_stale="requeue", message=b"message").record
     assert isinstance(claim(), Held)
     assert store.renew([renewal(first)]) == [True]

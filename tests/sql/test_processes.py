@@ -10,36 +10,26 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Renewal,
-    SettleRequest,
-    State,
-)
+from celery_idempotent.records import Claimed, State
 from tests.sql import databases
+from tests.sql.verbs import claim, end_of, named, renewal
 
 pytest.importorskip("django")
 
 from celery_idempotent.django.store import DjangoStore
 
-KEYS = [f"order-{n}" for n in range(40)]
+KEYS = [named(f"order-{n}") for n in range(40)]
 
 
 def work(store: DjangoStore, effects: Path) -> None:
     """Append a line for each key that this process gets."""
-    for key in random.sample(KEYS, len(KEYS)):
-        identity = Identity(namespace="charge", key=key)
-        asked: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
-        answer = store.claim(ClaimRequest(identity=identity, attempt=os.urandom(8), **asked))
+    for identity in random.sample(KEYS, len(KEYS)):
+        answer = claim(store, identity)
         if isinstance(answer, Claimed):
-            record = answer.record
             with effects.open("a") as file:
-                file.write(f"{key}\n")
-            assert store.renew([Renewal(identity=identity, token=record.token, **asked)]) == [True]
-            end = {"state": State.COMPLETED, "value": None, "keep_ms": 60_000}
-            assert store.settle(SettleRequest(record=record, **end))  # type: ignore[arg-type]
+                file.write(f"{identity.key}\n")
+            assert store.renew([renewal(answer.record)]) == [True]
+            assert store.settle(end_of(answer.record))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -65,7 +55,7 @@ def test_of_several_processes_one_gets_each_key(
             children.append(pid)
         ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
         assert ended == [0, 0, 0]
-        assert sorted(effects.read_text().split()) == sorted(KEYS)
-        found = [store.get(Identity(namespace="charge", key=key)) for key in KEYS]
+        assert sorted(effects.read_text().split()) == sorted(each.key for each in KEYS)
+        found = [store.get(key) for key in KEYS]
         assert all(record is not None and record.state is State.COMPLETED for record in found)
         databases.drop_alias(alias)

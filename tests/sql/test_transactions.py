@@ -20,7 +20,6 @@ from celery_idempotent.records import (
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.sql.verbs import KEY, claim, claimed, end_of, named, renewal
-from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
@@ -60,22 +59,19 @@ def server_store(
     connections[store.alias].close()
 
 
-def test_a_claim_outlives_the_callers_transaction(server_store: DjangoStore):
+def test_a_claim_is_seen_before_the_callers_transaction_ends_and_outlives_it(
+    server_store: DjangoStore,
+):
     store = server_store
     with pytest.raises(Rollback), transaction.atomic(using=store.alias):
         execute(store.alias, "SELECT 1")
         record = claimed(store)
+        assert isinstance(in_thread(lambda: claim(store)), Held)
         assert settle(store, record)
         raise Rollback
     found = store.get(KEY)
     assert found is not None
     assert found.state is State.COMPLETED
-
-
-def test_others_see_a_claim_before_the_callers_transaction_ends(server_store: DjangoStore):
-    with transaction.atomic(using=server_store.alias):
-        claimed(server_store)
-        assert isinstance(in_thread(lambda: claim(server_store)), Held)
 
 
 def test_a_verb_works_after_the_callers_code_broke_its_transaction(server_store: DjangoStore):
@@ -169,9 +165,9 @@ def test_many_threads_share_few_connections(open_store: Callable[..., DjangoStor
 def test_a_connection_that_the_server_closed_is_replaced(server_store: DjangoStore):
     store = server_store
     record = claimed(store)
-    _end_all_sessions(store.alias)
+    databases.end_sessions(store.alias)
     assert settle(store, record)
-    _end_all_sessions(store.alias)
+    databases.end_sessions(store.alias)
     assert claim(store).record.state is State.COMPLETED
 
 
@@ -180,7 +176,7 @@ def test_an_atomic_run_begins_on_a_connection_that_the_server_closed(server_stor
     store = server_store
     record = claimed(store)
     execute(store.alias, "SELECT 1")
-    _end_all_sessions(store.alias)
+    databases.end_sessions(store.alias)
     with store.transaction(record) as run:
         assert run.settle(end_of(record))
 
@@ -190,7 +186,7 @@ def test_a_dead_connection_in_a_transaction_does_not_stop_a_release(server_store
     record = claimed(store)
     with pytest.raises(DatabaseError), transaction.atomic(using=store.alias):
         execute(store.alias, "SELECT 1")
-        _end_all_sessions(store.alias)
+        databases.end_sessions(store.alias)
         assert store.release(KEY, token=record.token)
         execute(store.alias, "SELECT 1")
     assert store.get(KEY) is None
@@ -297,28 +293,3 @@ def test_a_router_cannot_send_the_records_elsewhere(use_database: Callable[..., 
         assert claimed(other).token != record.token
         assert settle(store, record)
     other.close()
-
-
-def _end_all_sessions(alias: str) -> None:
-    """End every session in this database but one of our own that does it."""
-    settings = connections[alias].settings_dict
-    other = databases.add_alias("executioner", {**settings})
-    if connections[other].vendor == "postgresql":
-        rows(
-            other,
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-            " WHERE datname = current_database() AND pid <> pg_backend_pid()",
-        )
-        count = (
-            "SELECT count(*) FROM pg_stat_activity"
-            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
-    else:
-        count = (
-            "SELECT count(*) FROM information_schema.processlist"
-            " WHERE db = database() AND id <> connection_id()"
-        )
-        for (session,) in rows(other, count.replace("count(*)", "id")):
-            execute(other, f"KILL {session}")
-    wait_for(lambda: rows(other, count) == [(0,)], timeout=20)
-    databases.drop_alias(other)
