@@ -169,19 +169,13 @@ def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(
     assert claimed(store).token > later
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [("scope = 'another'", "share a digest"), ("state = 'X'", "a newer version")],
-)
-def test_a_forged_digest_and_an_unknown_state_are_noticed(
-    store: DjangoStore, change: str, problem: str
-):
+def test_an_unknown_state_is_noticed(store: DjangoStore):
     from celery_idempotent.errors import StoreMisconfigured
 
     claimed(store)
-    execute(store.alias, f"UPDATE celery_idempotent_record SET {change}")
+    execute(store.alias, "UPDATE celery_idempotent_record SET state = 'X'")
     connections[store.alias].close()
-    with pytest.raises(StoreMisconfigured, match=problem):
+    with pytest.raises(StoreMisconfigured, match="a newer version"):
         store.get(KEY)
 
 

@@ -20,8 +20,7 @@ from celery_idempotent.stores import table
 from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec, Unreadable
 from celery_idempotent.stores.table import StoredRecord, VerbArguments, after, decide
 
-#: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
-#: noticed, for the row keeps the names.
+#: Enough that a second key for a digest cannot be found. Two keys of one digest would hurt only who made both.
 DIGEST_BYTES = 16
 #: How much later than its end a row may be looked at by a prune: the indexed time is written again
 #: only where it is further away than that.
@@ -112,13 +111,7 @@ class RowSnapshot(table.Snapshot):
                 " LEFT JOIN celery_idempotent_record r ON r.digest = %s",
                 (self.digest,),
             )
-        self.now_us, mark, self.version, *names, key = row[:6]
-        if self.version is not None:
-            found = Identity(namespace=names[0], scope=names[1], key=key)
-            if found != identity:
-                problem = f"{identity} and {found} share a digest: one of them was forged"
-                raise StoreMisconfigured(problem)
-        columns = row[6:]
+        self.now_us, mark, self.version, *columns = row
         self.highest = max(mark, columns[TOKEN] or 0)
         self.stored: StoredRecord | None = None
         if columns[STATE] not in (None, RELEASED):
@@ -242,8 +235,7 @@ def _look_columns(dialect: Dialect) -> str:
         f" THEN {dialect.now_ms} + {_RUNNING_MS} ELSE r.deadline_ms END"
     )
     columns = ", ".join(deadline if name == "deadline_ms" else f"r.{name}" for name in COLUMNS)
-    names = f"r.namespace, r.scope, r.{dialect.key}"
-    return f"{dialect.now_us}, {_MARK}, r.version, {names}, {columns}"
+    return f"{dialect.now_us}, {_MARK}, r.version, {columns}"
 
 
 @lru_cache(maxsize=8)  # in tests a clock is an expression of its own
