@@ -104,6 +104,24 @@ def use_database(sql_databases: Databases) -> Iterator[Callable[..., str]]:
         databases.drop_alias(alias)
 
 
+@pytest.fixture
+def make_table() -> Iterator[Callable[[str, str, str], None]]:
+    """A function that makes a table of the test's own in the database of an alias."""
+    from django.db import connections
+
+    made: list[tuple[str, str]] = []
+
+    def make(alias: str, table: str, columns: str) -> None:
+        databases.execute(alias, f"CREATE TABLE {table} ({columns})")
+        made.append((alias, table))
+
+    yield make
+    for alias, table in made:
+        connections[alias].close()
+        databases.execute(alias, f"DROP TABLE {table}")
+        connections[alias].close()
+
+
 @pytest.fixture(scope="session")
 def _pgbouncer() -> str:
     found = program("pgbouncer", package="pgbouncer")

@@ -70,24 +70,18 @@ def act(store: DjangoStore) -> None:
 
 
 @pytest.fixture
-def open_atomic(open_store: Callable[..., DjangoStore]) -> Iterator[Callable[..., DjangoStore]]:
+def open_atomic(
+    open_store: Callable[..., DjangoStore], make_table: Callable[..., None]
+) -> Callable[..., DjangoStore]:
     """As ``open_store``, with a table ``effects`` of one row, ``n`` = 0."""
-    used: list[DjangoStore] = []
 
     def open_(vendor: str, level: str = "") -> DjangoStore:
         store = open_store(vendor, level)
-        execute(store.alias, "DROP TABLE IF EXISTS effects")  # another test's
-        execute(store.alias, "DROP TABLE IF EXISTS effects")
-        execute(store.alias, "CREATE TABLE effects (n integer)")
+        make_table(store.alias, "effects", "n integer")
         execute(store.alias, "INSERT INTO effects VALUES (0)")
-        used.append(store)
         return store
 
-    yield open_
-    for store in used:
-        connections[store.alias].close()
-        execute(store.alias, "DROP TABLE effects")
-        connections[store.alias].close()
+    return open_
 
 
 @pytest.fixture(params=databases.VENDORS)

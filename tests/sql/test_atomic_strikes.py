@@ -67,9 +67,6 @@ class Till:
 
     def close(self) -> None:
         self._other.close()
-        connections[self.alias].close()
-        execute(self.alias, "DROP TABLE payments")
-        connections[self.alias].close()
 
     def clean(self, key: str) -> None:
         """The thread's connection is in no transaction, and the next task runs by it."""
@@ -88,9 +85,13 @@ def identity(key: str) -> Identity:
 
 
 @pytest.fixture(params=databases.VENDORS)
-def till(request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore]) -> Iterator[Till]:
+def till(
+    request: pytest.FixtureRequest,
+    open_store: Callable[..., DjangoStore],
+    make_table: Callable[..., None],
+) -> Iterator[Till]:
     till = Till(open_store(request.param))
-    execute(till.alias, "CREATE TABLE payments (name varchar(50))")
+    make_table(till.alias, "payments", "name varchar(50)")
     yield till
     till.close()
     current_run.set(

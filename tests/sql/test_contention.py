@@ -86,12 +86,14 @@ class Place:
 
 
 @pytest.fixture
-def place(open_store: Callable[..., DjangoStore]) -> Iterator[Callable[..., Place]]:
+def place(
+    open_store: Callable[..., DjangoStore], make_table: Callable[..., None]
+) -> Iterator[Callable[..., Place]]:
     made: list[Place] = []
 
     def make(vendor: str, level: str = "") -> Place:
         place = Place(open_store(vendor, level))
-        execute(place.alias, "CREATE TABLE seats (name varchar(50))")
+        make_table(place.alias, "seats", "name varchar(50)")
         execute(place.alias, "INSERT INTO seats VALUES ('first')")
         made.append(place)
         return place
@@ -99,9 +101,6 @@ def place(open_store: Callable[..., DjangoStore]) -> Iterator[Callable[..., Plac
     yield make
     for place in made:
         databases.drop_alias(place.other)
-        connections[place.alias].close()
-        execute(place.alias, "DROP TABLE seats")
-        connections[place.alias].close()
 
 
 @pytest.mark.parametrize("where", ["settle", "commit"])

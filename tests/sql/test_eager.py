@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -61,25 +61,20 @@ class Shop:
 
 @pytest.fixture
 def open_shop(
-    open_store: Callable[..., Any], request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Shop]]:
-    made: list[str] = []
-
+    open_store: Callable[..., Any],
+    make_table: Callable[..., None],
+    request: pytest.FixtureRequest,
+) -> Callable[..., Shop]:
     def open_(vendor: str, where: str = "beside", **options: Any) -> Shop:
         store = open_store(vendor)
-        execute(store.alias, "CREATE TABLE eager_effects (name varchar(50))")
-        made.append(store.alias)
+        make_table(store.alias, "eager_effects", "name varchar(50)")
         kept: Any = store if where == "beside" else MemoryStore()
         if where == "redis":
             url, prefix = request.getfixturevalue("redis_url"), request.getfixturevalue("prefix")
             kept = f"{url}?prefix={prefix}"
         return Shop(store.alias, kept, **options)
 
-    yield open_
-    for alias in made:
-        connections[alias].close()
-        execute(alias, "DROP TABLE eager_effects")
-        connections[alias].close()
+    return open_
 
 
 @pytest.fixture(

@@ -31,6 +31,14 @@ from tests.support.waiting import wait_for
 pytest.importorskip("django")
 
 
+#: How a connection says that it waits for a lock no longer than this.
+LOCK_PATIENCE = {
+    "postgresql": {"options": "-c lock_timeout=20ms"},
+    "mariadb": {"init_command": "SET innodb_lock_wait_timeout = 1"},
+    "sqlite": {"timeout": 0.05},
+}
+
+
 @pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest, open_store: Callable[..., Any]) -> Any:
     return open_store(request.param)
@@ -273,6 +281,28 @@ class TestSweeping:
         (kept,) = lite.pending()
         assert kept.error.startswith("StoreMisconfigured: ")
         assert ids(lite.app) == []
+
+    @pytest.mark.parametrize("vendor", LOCK_PATIENCE)
+    def test_it_leaves_what_is_locked_to_the_next(
+        self, use_database: Callable[..., str], vendor: str, caplog: pytest.LogCaptureFixture
+    ):
+        from django.db import connections
+
+        alias = use_database(vendor, options=LOCK_PATIENCE[vendor])
+        other = connections.create_connection(alias)
+        with closing(make_app(alias)) as app:
+            stage = Stage(alias, app)
+            staged = stage.dies_after_commit(1, 2)
+            stage.pass_time()
+            with closing(other), other.cursor() as cursor:
+                cursor.execute("BEGIN IMMEDIATE" if vendor == "sqlite" else "BEGIN")
+                cursor.execute("UPDATE celery_idempotent_outbox SET attempts = attempts")
+                assert stage.sweep() == (0, 0)
+            (line,) = [text for text in caplog.messages if "left to" in text]
+            assert "2 messages" in line
+            assert "lock" in line.lower()
+            assert stage.sweep()[0] == 2
+            assert ids(app) == staged
 
 
 class TestWhatIsKept:
