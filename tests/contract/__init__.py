@@ -6,32 +6,17 @@ import pytest
 
 # Each part asserts, and pytest explains only what it rewrote.
 pytest.register_assert_rewrite(
-    "tests.contract.cells",
-    "tests.contract.claims",
-    "tests.contract.endings",
-    "tests.contract.identities",
-    "tests.contract.listing",
-    "tests.contract.upkeep",
+    "tests.contract.cells", "tests.contract.listing", "tests.contract.many"
 )
 
 from tests.contract.cells import CellContract  # noqa: E402
-from tests.contract.claims import ClaimContract  # noqa: E402
-from tests.contract.endings import EndingContract  # noqa: E402
-from tests.contract.identities import IdentityContract  # noqa: E402
 from tests.contract.listing import ListingContract  # noqa: E402
-from tests.contract.upkeep import UpkeepContract  # noqa: E402
+from tests.contract.many import ManyContract  # noqa: E402
 
 __all__ = ["StoreContract"]
 
 
-class StoreContract(
-    CellContract,
-    ClaimContract,
-    EndingContract,
-    UpkeepContract,
-    ListingContract,
-    IdentityContract,
-):
+class StoreContract(CellContract, ManyContract, ListingContract):
     """Holds a store to the contract.
 
     Subclass it with a fixture ``store``, a store without any record. Time has to pass, too: give a

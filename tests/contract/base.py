@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import pytest
 
@@ -42,13 +42,8 @@ FINGERPRINT = bytes(range(16))
 OTHER_FINGERPRINT = bytes(range(16, 32))
 TASK_ID = "6ff5d5ba-6ff1-4b4f-8f0e-4f0f2f1f0f3f"
 
-#: What a record may be in: its states, and PROCESSING whose lease ran out.
-EVERY = tuple(state.name for state in State)
-STATES = (*EVERY, "STALE")
-END_STATES: tuple[EndState, ...] = get_args(EndState)
 #: So many that a sweep with a limit takes several turns.
 NAMES = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
-END_STATE_BY_NAME = {state.name: state for state in END_STATES}
 
 
 def attempt() -> bytes:
@@ -174,36 +169,6 @@ class ContractBase:
         """Renew one claim."""
         (renewed,) = store.renew([self.lease(record, **changes)])
         return renewed
-
-    def bring_to(
-        self,
-        store: Store,
-        advance: Advance | None,
-        state: str,
-        identity: Identity = KEY,
-        /,
-        **changes: object,
-    ) -> Record:
-        """Bring a key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
-        if state == "QUEUED":
-            wanted = ("task_id", "fingerprint", "message")
-            asked = {name: value for name, value in changes.items() if name in wanted}
-            return self.reserve(store, identity, **asked)
-        record = self.claim(store, identity, **changes)
-        if state == "STALE":
-            assert advance is not None
-            advance(self.lease_ms + 1)
-        elif state == "INTERRUPTED":
-            assert store.interrupt(identity, token=record.token)
-        elif state in END_STATE_BY_NAME:
-            assert self.settle(store, record, END_STATE_BY_NAME[state])
-        return self.found(store, identity)
-
-    def requeueable(self, store: Store, advance: Advance, **changes: object) -> Record:
-        """Claim the key with a message and let the lease run out; return the record."""
-        record = self.claim(store, **{"on_stale": "requeue", "message": MESSAGE, **changes})
-        advance(self.lease_ms + 1)
-        return record
 
     def found(self, store: Store, identity: Identity = KEY) -> Record:
         """Return the record that there is."""

@@ -19,10 +19,8 @@ from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUna
 from celery_idempotent.records import Claimed, Held, Mismatched, Settled, State, Stored
 from celery_idempotent.stores import open_store
 from celery_idempotent.testing import FakeClock
-from tests.contract import StoreContract
 from tests.stores import verbs
 from tests.stores.hybrids import BadLink, MemoryHybrid
-from tests.stores.shifted import Shift
 from tests.stores.verbs import KEY, VALUE, settle
 
 pytestmark = pytest.mark.redis
@@ -63,30 +61,6 @@ def entry(redis_client: redis.Redis, prefix: str) -> Callable[[], Any]:
         return found[0] if found else None
 
     return name
-
-
-class TestContract(StoreContract):
-    """The clocks of store and cache are years apart."""
-
-    brief = few_cells = True
-
-    @pytest.fixture
-    def store(self, cache: Cache, clock: FakeClock) -> Any:
-        return MemoryHybrid(cache, clock)
-
-    @pytest.fixture
-    def advance(self, cache: Any, clock: FakeClock, redis_client: redis.Redis) -> Any:
-        shift = Shift(cache, redis_client)
-
-        def advance(ms: float) -> None:
-            clock.advance(ms)
-            shift(ms)
-
-        return advance
-
-    @pytest.fixture
-    def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
-        return lambda ms: clock.advance(ms - clock() / 1000)
 
 
 def ask(store: Any, **changes: Any) -> Any:
@@ -134,13 +108,6 @@ class TestAnswers:
         time.sleep(0.05)
         assert 40 <= ask(store).age_ms <= 20_000
 
-    @pytest.mark.parametrize(("known", "asked"), [(None, OTHER), (FINGERPRINT, None)])
-    def test_a_fingerprint_that_either_side_lacks_is_equal_to_any(self, store, known, asked):
-        record = ask(store, fingerprint=known, task_id="first").record
-        settle(store, record, value=None)
-        with looks(store, 0):
-            assert isinstance(ask(store, fingerprint=asked), Settled)
-
     def test_the_store_answers_for_another_fingerprint_and_the_task_that_settled_the_key(
         self, store
     ):
@@ -150,12 +117,6 @@ class TestAnswers:
         assert store.mark_delivered(KEY, token=record.token)
         with looks(store, 1):
             assert ask(store, task_id="first").record.delivered is True
-
-    def test_of_a_settle_that_is_repeated_the_first_value_is_cached(self, store):
-        record = complete(store)
-        assert settle(store, record, State.FAILED, value=None)
-        assert store.cache.look(KEY).record == store.get(KEY)
-        assert store.get(KEY).value == VALUE
 
     def test_an_entry_ends_before_its_record(self, store, clock, redis_client, entry):
         record = complete(store, keep_ms=15_000)
@@ -284,27 +245,6 @@ class TestForget:
     def test_a_ticket_ends(self, cache, redis_client):
         assert 0 < redis_client.pttl(cache.ticket(KEY)) <= hybrid._TICKET_MS
 
-
-class TestTrouble:
-    @pytest.mark.parametrize("mode", ["away", "frozen", "deaf"])
-    def test_without_an_answer_of_the_cache_the_store_serves(self, store, link, mode):
-        complete(store)
-        link.mode = mode
-        with looks(store, 1):
-            assert isinstance(ask(store), Settled)
-        assert store.cache.away_until
-        link.thaw()
-        store.cache.away_until = 0.0
-        with looks(store, 0):
-            assert isinstance(ask(store), Settled)
-
-    def test_a_flush_costs_a_look_for_each_duplicate(self, store, redis_client, entry):
-        complete(store)
-        redis_client.delete(entry())
-        for _ in range(2):
-            with looks(store, 1):
-                assert isinstance(ask(store), Settled)
-
     def test_old_data_that_come_back_answer_again_and_run_nothing(self, store, redis_client, entry):
         complete(store)
         name, old = entry(), redis_client.get(entry())
@@ -416,14 +356,3 @@ class TestOpening:
 
 def _only_alias(self: Any, alias: str) -> None:
     self.alias = alias
-
-
-def test_a_failed_call_that_runs_again_is_answered_by_its_new_end(store):
-    complete(store, State.FAILED, message=b"message")
-    assert isinstance(ask(store), Settled)
-    assert store.requeue(KEY, deadline_ms=60_000, note="requeue by alice")
-    assert isinstance(verbs.reserve(store, fingerprint=FINGERPRINT), Held), "its message waits"
-    again = verbs.claim(store, fingerprint=FINGERPRINT, task_id="first")
-    assert isinstance(ask(store), Held)
-    assert settle(store, again)
-    assert ask(store).record.state is State.COMPLETED

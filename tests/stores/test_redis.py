@@ -6,13 +6,15 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import redis
 
-from celery_idempotent.records import State
+from celery_idempotent.records import Record, State
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.contract import StoreContract
+from tests.proof.model import KEY as CELL
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
 from tests.stores.verbs import KEY, claim, in_one_bucket, reserve, settle
@@ -33,6 +35,17 @@ class RedisContract(StoreContract):
         store._link = link  # type: ignore[assignment]
         link.set(time.time_ns() // 1000)
         return lambda ms: link.set(ms * 1000)
+
+    def is_indexed(self, store: Any, record: Record | None) -> None:
+        """Check the scores in all indexes, too."""
+        super().is_indexed(store, record)
+        name, *indexes = store._keys.of_record(CELL)
+        scores = store._exchange(*((b"ZSCORE", index, name) for index in indexes))
+        wanted: list[int | None] = [None, None, None]
+        if record is not None and record.state is not State.COMPLETED:
+            ended = {State.FAILED: 1, State.INTERRUPTED: 2}.get(record.state, 0)
+            wanted[ended] = record.updated_ms if ended else record.deadline_ms
+        assert [score and int(float(score)) for score in scores] == wanted
 
     def test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit(
         self, store, advance
@@ -67,11 +80,6 @@ class TestRedis(RedisContract):
         assert store.release(KEY, token=first.token)
         stop_at(now_ms - 1_000)
         assert claim(store).token > first.token
-
-    def test_a_prune_leaves_the_index_of_what_is_kept(self, store):
-        assert settle(store, claim(store), State.FAILED)
-        assert store.prune(limit=100) == 0
-        assert store.stats().failed == 1
 
 
 class TestRESP3(RedisContract):

@@ -77,15 +77,6 @@ def test_other_keys_of_the_server_are_not_ours(redis_url, prefix, redis_client: 
         theirs.close()
 
 
-def test_what_an_index_still_names_and_is_gone_is_passed_over(redis_store, redis_client):
-    gone, there = in_one_bucket(2)
-    claim(redis_store, gone)
-    claim(redis_store, there)
-    redis_client.delete(redis_store._keys.of_record(gone)[0])
-    assert all_keys(redis_store, PROCESSING) == [there.key]
-    assert redis_store.list(PROCESSING).looked_at == 2
-
-
 def test_a_stale_record_is_found_beside_more_live_ones_than_a_page_looks_at(redis_store):
     """From the latest deadline down it would come last, and the alert on stale claims would stay silent."""
     stale = [Identity(namespace="charge", key=f"stale {n}") for n in range(3)]

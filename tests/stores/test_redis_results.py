@@ -213,11 +213,6 @@ class TestSettlingWithAResult:
         assert redis_client.dump(name) == before
         assert heard() == []
 
-    def test_a_failure_is_listed_among_the_failed(self, store, record, name, redis_client):
-        assert settle(store, record, name, meta("FAILURE"), State.FAILED) == "stored"
-        assert store.stats().failed == 1
-        assert redis_client.get(name) == meta("FAILURE")
-
 
 @pytest.mark.redis
 class TestRightsThatAreMissing:

@@ -29,10 +29,8 @@ settings.load_profile("tests")
 #: the same scripts, or a wrapper passes on the same calls; what the scripts decide is the whole contract's on Redis.
 SMOKE = frozenset(
     {
-        "test_a_settled_key_answers_with_its_record",
         "test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit",
         "test_a_verb_does_what_the_table_says",
-        "test_an_operator_completes_what_failed",
         "test_any_printable_key_is_kept_as_it_is",
         "test_counters_add_up",
         "test_counts",
