@@ -16,6 +16,8 @@ from typing import Any
 from celery import current_task, signals
 from celery.app.task import Context
 
+from tests.support.ledger import Growing
+
 
 class Recorder:
     """A file to which the processes of one side append; a line is one write, and whole."""
@@ -26,12 +28,7 @@ class Recorder:
     def write(self, kind: str, task_id: Any, root_id: Any, **data: Any) -> None:
         line = {"kind": kind, "id": task_id, "root": root_id, "scenario": here.scenario, **data}
         line["pid"] = os.getpid()
-        raw = json.dumps(line, default=repr, skipkeys=True).encode() + b"\n"
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(fd, raw)
-        finally:
-            os.close(fd)
+        Growing(self.path).append(json.dumps(line, default=repr, skipkeys=True))
 
 
 class _Here(threading.local):

@@ -18,6 +18,7 @@ from celery.result import GroupResult
 from tests.delivery.beside_app import OURS, PLAIN, VARIABLE, make_app
 from tests.delivery.recorder import Recorder, here
 from tests.support.apps import close_app, forget_results
+from tests.support.ledger import Growing
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
@@ -84,7 +85,7 @@ class Side:
         self._workers = [self.worker, self.mortal] if mortal else [self.worker]
         self._lock = threading.Lock()
         files = (self.recorder.path, *(Path(each.log_path) for each in self._workers))
-        self._files: dict[Path, tuple[int, bytes]] = dict.fromkeys(files, (0, b""))
+        self._files = [Growing(each) for each in files]
         self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.log: dict[str, list[str]] = defaultdict(list)
@@ -130,16 +131,9 @@ class Side:
     def pump(self) -> None:
         """Read what was written since the last time."""
         with self._lock:
-            for path, state in list(self._files.items()):
-                if not path.exists():
-                    continue
-                with path.open("rb") as file:
-                    file.seek(state[0])
-                    fresh = file.read()
-                *whole, rest = (state[1] + fresh).split(b"\n")
-                self._files[path] = (state[0] + len(fresh), rest)
-                for raw in whole:
-                    self._take(path, raw)
+            for file in self._files:
+                for raw in file.more():
+                    self._take(file.path, raw)
 
     def _take(self, path: Path, raw: bytes) -> None:
         if path != self.recorder.path:

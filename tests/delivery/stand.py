@@ -216,8 +216,14 @@ def open_stand(
         if together:  # the result is stored with its record
             settings["result_backend"], behind["result_backend"] = server.url(2), to_store.url(2)
         if outbox:
-            alias, env = stack.enter_context(_database(directory))
-            settings["idempotency_store"] = f"django://{alias}"
+            from tests.sql.databases import fresh
+
+            database = stack.enter_context(fresh("postgresql", directory, "histories"))
+            env = {
+                "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
+                "ATOMIC_DATABASES": json.dumps({"default": database}),
+            }
+            settings["idempotency_store"] = "django://histories"
             behind = {"idempotency_store": "django://"}
         netloc = f"{address.netloc.rpartition('@')[0]}@127.0.0.1:{to_broker.port}".lstrip("@")
         behind["broker_url"] = address._replace(netloc=netloc).geturl()
@@ -246,33 +252,10 @@ def open_stand(
             to_broker=to_broker,
             to_store=to_store,
             lead=lead,
-            outbox=alias if outbox else "",
+            outbox="histories" if outbox else "",
         )
         stack.callback(stand.close)
         if not rabbitmq:
             stack.enter_context(sites.restoring(stand))
         stand.begin()
         yield stand
-
-
-@contextlib.contextmanager
-def _database(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Give the alias of a new database on PostgreSQL, and the environment that makes it a worker's default."""
-    from tests.sql import databases
-
-    with (
-        databases.ready(directory),
-        databases.database("postgresql", directory) as settings,
-    ):
-        alias = databases.add_alias("histories", settings)
-        databases.migrate(alias)
-        try:
-            yield (
-                alias,
-                {
-                    "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
-                    "ATOMIC_DATABASES": json.dumps({"default": settings}),
-                },
-            )
-        finally:
-            databases.drop_alias(alias)

@@ -288,9 +288,11 @@ def worker_killed(cell: Cell) -> Steps:
 
 
 def _is_where_it_should_be(cell: Cell, second: AsyncResult[Any]) -> bool:
-    """Is a duplicate that was let go of acknowledged, and one that goes round just sent? Else that is lost."""
-    if cell.policy != "retry":
-        return cell.policy == "wait" or cell.count("acked", second) > 0
+    """Is a duplicate that was let go of acknowledged? Was one just sent round that nothing else would bring back?"""
+    if cell.lets_go:
+        return cell.count("acked", second) > 0
+    if (cell.policy, cell.acks) != ("retry", "early"):
+        return True
     told = cell.stand.ledger.entries("conflicted", task_id=second.id)
     is_new = bool(told) and time.time() - told[-1].time < 0.6
     return is_new and cell.count("received", second) == len(told) + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generated import fill
 from tests.delivery.app import Refused, make_app
+from tests.stores.servers import free_port
 from tests.support.apps import close_app, environment
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
@@ -47,18 +47,12 @@ class Scraped:
         )
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def serve(
     private_redis: EmbeddedRedis, start_worker: Callable[..., Any], tmp_path: Path
 ) -> Iterator[Callable[..., Scraped]]:
     """Start a worker with metrics; ``several``: its processes write theirs to a directory."""
-    url, port = private_redis.url(), _free_port()
+    url, port = private_redis.url(), free_port()
     settings = {"broker_url": url, "result_backend": url, "idempotency_lease": 1}
     app = make_app(settings)
 

@@ -160,12 +160,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "reason"),
         [
-            ({"idempotency_store": "nonsense://x"}, "has the scheme 'nonsense': use one of"),
-            ({"idempotency_store": "redis://h:port/1"}, "URL cannot be read"),
             ({"idempotency_store": "django://"}, "DATABASES, but settings are not configured"),
-            ({"idempotency_store": "no"}, "URL has the scheme '': use one of"),
             ({"idempotency_lease": -1}, "idempotency_lease of task"),
-            ({"idempotency_sweep_interval": 0}, "must be at least 0.1 seconds"),
             ({"idempotency_stroe": "redis://"}, "did you mean idempotency_store?"),
         ],
         ids=str,

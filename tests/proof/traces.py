@@ -156,20 +156,16 @@ def opened(name: str) -> Iterator[Stand]:
 
 @contextlib.contextmanager
 def _database(vendor: str) -> Iterator[Stand]:
+    from celery_idempotent.django.store import DjangoStore
     from tests.sql import databases
 
-    with tempfile.TemporaryDirectory() as directory, databases.ready(Path(directory)):
-        from celery_idempotent.django.store import DjangoStore
-
-        with databases.database(vendor, Path(directory)) as settings:
-            alias = databases.add_alias(f"proof_{vendor}", settings)
-            databases.migrate(alias)
-            store = DjangoStore(alias)
-            try:
-                yield SQLStand(vendor, store)
-            finally:
-                store.close()
-                databases.drop_alias(alias)
+    alias = f"proof_{vendor}"
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        databases.fresh(vendor, Path(directory), alias),
+        contextlib.closing(DjangoStore(alias)) as store,
+    ):
+        yield SQLStand(vendor, store)
 
 
 @dataclass

@@ -87,6 +87,18 @@ def database(vendor: str, directory: Path) -> Iterator[dict[str, Any]]:
         drop_alias(alias)
 
 
+@contextlib.contextmanager
+def fresh(vendor: str, directory: Path, alias: str) -> Iterator[dict[str, Any]]:
+    """Give the settings of a new database with our tables, which Django knows by this alias meanwhile."""
+    with ready(directory), database(vendor, directory) as settings:
+        add_alias(alias, settings)
+        migrate(alias)
+        try:
+            yield settings
+        finally:
+            drop_alias(alias)
+
+
 def add_alias(alias: str, settings: dict[str, Any]) -> str:
     """Let Django know a database by this name."""
     from django.db import connections

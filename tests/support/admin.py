@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import (
-    Claimed,
-    ClaimRequest,
-    Identity,
-    Record,
-    SettleRequest,
-    State,
-    Stored,
-)
+from celery_idempotent.records import Identity, Record, SettleRequest, State, Stored
 from celery_idempotent.stores import Store
+from tests.support.records import claim_key
 
 TASK = "shop.charge"
 PERMISSIONS = (
@@ -66,17 +58,8 @@ def claim(
     more.setdefault("task_id", "5b0d3c5e-0000-4000-8000-000000000001")
     more.setdefault("worker", "worker-1.example:4711")
     more.setdefault("fingerprint", bytes(range(16)))
-    answer = store.claim(
-        ClaimRequest(
-            identity=identity(about) if isinstance(about, str) else about,
-            attempt=os.urandom(8),
-            lease_ms=lease_ms,
-            keep_ms=keep_ms,
-            **more,
-        )
-    )
-    assert isinstance(answer, Claimed), answer
-    return answer.record
+    about = identity(about) if isinstance(about, str) else about
+    return claim_key(store, about, lease_ms=lease_ms, keep_ms=keep_ms, **more)
 
 
 def value(text: str, content_type: str = "application/json", encoding: str = "utf-8") -> Stored:

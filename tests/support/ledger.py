@@ -19,26 +19,46 @@ T = TypeVar("T")
 
 
 class Lines(Generic[T]):
-    """The lines of a file that only grows, each read and parsed once: tests ask often, and the file grows long."""
+    """The lines of JSON in a file that only grows, each read and parsed once: tests ask often, and it grows long."""
 
     def __init__(self, path: Path, parse: Callable[[Any], T]) -> None:
-        self.path = path
+        self._file = Growing(path)
         self._parse = parse
         self._lock = threading.Lock()
         self._known: list[T] = []
-        self._offset = 0
 
     def read(self) -> list[T]:
         """Return all that are whole, in the order of their writing."""
         with self._lock:
-            if self.path.exists():
-                with self.path.open("rb") as file:
-                    file.seek(self._offset)
-                    lines = file.read()
-                lines = lines[: lines.rfind(b"\n") + 1]
-                self._offset += len(lines)
-                self._known += [self._parse(json.loads(line)) for line in lines.splitlines()]
+            self._known += [self._parse(json.loads(line)) for line in self._file.more()]
             return list(self._known)
+
+
+class Growing:
+    """A file that only grows, and to which processes append by lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def more(self) -> list[bytes]:
+        """Return the whole lines that have come since the last time."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read()
+        lines = lines[: lines.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        return lines.splitlines()
+
+    def append(self, line: str) -> None:
+        """Append by one O_APPEND write: a line is whole, or it is not there."""
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, line.encode() + b"\n")
+        finally:
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +73,7 @@ class Entry:
 
 
 class Ledger:
-    """A file with one line for each effect. A line is one O_APPEND write: it is whole, or it is not there."""
+    """A file with one line for each effect."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -69,12 +89,7 @@ class Ledger:
         entry = Entry(
             phase=phase, key=str(key), task_id=task_id or "", pid=os.getpid(), time=time.time()
         )
-        line = json.dumps(asdict(entry)).encode() + b"\n"
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(fd, line)
-        finally:
-            os.close(fd)
+        Growing(self.path).append(json.dumps(asdict(entry)))
 
     def entries(
         self, phase: str | None = None, key: object | None = None, task_id: str | None = None

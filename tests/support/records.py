@@ -21,7 +21,7 @@ def claim_key(store: Store, identity: Identity, **more: Any) -> Record:
     about = {"lease_ms": 30_000, "keep_ms": 90_000, "task_id": "other", "worker": "elsewhere:1"}
     request = ClaimRequest(identity=identity, attempt=os.urandom(8), **{**about, **more})
     answer = store.claim(request)
-    assert isinstance(answer, Claimed)
+    assert isinstance(answer, Claimed), answer
     return answer.record
 
 

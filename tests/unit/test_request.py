@@ -20,7 +20,7 @@ from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, Wor
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import IdempotentTask, signals
-from celery_idempotent.celery import worker
+from celery_idempotent.celery import losses, worker
 from celery_idempotent.celery.losses import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Identity, Record, SettleRequest, State
@@ -247,7 +247,7 @@ class TestWhoseClaim:
         get = store.get
 
         def read(identity: Identity) -> Record | None:
-            monkeypatch.setattr(worker, "gone", lambda _: False)
+            monkeypatch.setattr(losses, "gone", lambda _: False)
             found: Record | None = get(identity)
             return found
 

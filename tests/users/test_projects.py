@@ -9,7 +9,6 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import sqlite3
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores.servers import free_port
 from tests.support.newcomer import HERE, Newcomer, clean_venv
 from tests.support.programs import build_wheel
 from tests.support.servers import EmbeddedRedis, RabbitMQ, need
@@ -56,12 +56,6 @@ def begin(
     for each in started:
         each.close()
         each.show_logs()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def abridged(answer: str) -> str:

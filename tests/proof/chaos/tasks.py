@@ -17,6 +17,7 @@ from benchmarks import libraries
 from celery_idempotent import current_claim, http, signals
 from celery_idempotent.celery import publishing, sweep
 from tests.support.apps import configure, wanted
+from tests.support.ledger import Growing
 
 #: How long a claim lives, and how soon a message without a claim is sent again, in seconds.
 LEASE, RESEND = 5, 5
@@ -53,13 +54,9 @@ class Refused(Exception):
 
 
 def note(what: str, **fields: Any) -> None:
-    """Append a line: by one write, so it is whole or not there."""
+    """Append a line."""
     line = json.dumps({"t": time.time(), "what": what, "pid": os.getpid(), **fields})
-    fd = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(fd, line.encode() + b"\n")
-    finally:
-        os.close(fd)
+    Growing(Path(os.environ[NOTES])).append(line)
 
 
 def effect(unit: str, task_id: str) -> None:
