@@ -12,12 +12,19 @@ from typing import Any
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
-import celery_idempotent.asgi
-import celery_idempotent.wsgi
+from django.http import HttpResponse
+from django.test import RequestFactory
 
-__all__ = ["KINDS", "Answer", "Call", "Client", "Handler", "asgi_app", "open_client", "wsgi_app"]
+from celery_idempotent.asgi import IdempotencyMiddleware as OfASGI
+from celery_idempotent.asgi import bearer_scope
+from celery_idempotent.django.http import idempotent_view
+from celery_idempotent.wsgi import IdempotencyMiddleware as OfWSGI
 
+__all__ = ["DOORS", "KINDS", "Answer", "Call", "Client", "Handler", "open_client"]
+
+#: The doors of the middleware, and all.
 KINDS = ("asgi", "wsgi")
+DOORS = (*KINDS, "django")
 
 
 @dataclass(frozen=True)
@@ -217,10 +224,33 @@ class WsgiClient(Client):
         return Answer(int(status.split()[0]), lower, [part for part in self.sent if part])
 
 
+class DjangoClient(Client):
+    """Calls a view, whose store is that of the app in Django's settings."""
+
+    def _ask(
+        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
+    ) -> Answer:
+        factory: Any = RequestFactory()
+        answer = self.app(factory.generic(method, f"{path}?{query}", body, headers=headers))
+        named = [(name.lower(), value) for name, value in answer.items()]
+        return Answer(answer.status_code, named, [answer.content])
+
+
+def django_view(handler: Handler) -> Any:
+    def view(request: Any) -> HttpResponse:
+        call = Call(request.method, request.path_info, request.body, request)
+        status, headers, parts = handler(call)
+        return HttpResponse(b"".join(parts), status=status, headers=dict(headers))
+
+    return view
+
+
 def open_client(kind: str, handler: Handler, **options: Any) -> Any:
     """Return a client of an application behind a door."""
-    module: Any = celery_idempotent.asgi if kind == "asgi" else celery_idempotent.wsgi
-    given = {"store": "memory://", "scope": module.bearer_scope, **options}
+    given = {"scope": bearer_scope, "store": "memory://", **options}
     if kind == "asgi":
-        return AsgiClient(module.IdempotencyMiddleware(asgi_app(handler), **given))
-    return WsgiClient(module.IdempotencyMiddleware(validator(wsgi_app(handler)), **given))
+        return AsgiClient(OfASGI(asgi_app(handler), **given))
+    if kind == "wsgi":
+        return WsgiClient(OfWSGI(validator(wsgi_app(handler)), **given))
+    given = {"scope": lambda request: bearer_scope(request.META), **options}
+    return DjangoClient(idempotent_view(django_view(handler), **given))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,7 @@ from django.views import View
 
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.django.http import idempotent_view, session_scope
+from celery_idempotent.django.http.views import to_the_end
 from celery_idempotent.http.status import describe
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import get_store
@@ -268,3 +272,39 @@ def test_an_answer_is_finished_once_and_a_replay_never(
     assert [answer.status_code for answer in answers] == [200, 200, 422]
     assert [answer.content for answer in answers[:2]] == [b'{"data":{"a":1}}'] * 2
     assert len(finished) == 1
+
+
+# A client that hangs up does not stop what it asked for ---------------------------------------------------------------
+
+language = ContextVar("language", default="en")
+
+
+def test_a_cancellation_is_passed_on_when_the_work_is_done() -> None:
+    told: list[str] = []
+    go = threading.Event()
+
+    def effect() -> None:
+        told.append("begun")
+        assert go.wait(30)
+        language.set("fr")
+        told.append("done")
+
+    async def view() -> str:
+        try:
+            await to_the_end(effect)
+        except asyncio.CancelledError:
+            told.append("cancelled")
+        return language.get()
+
+    async def main() -> list[str]:
+        task = asyncio.ensure_future(view())
+        while not told:
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        go.set()
+        return [await task, await view(), await view()]
+
+    assert asyncio.run(main()) == ["fr"] * 3
+    assert told == ["begun", "done", "cancelled", *["begun", "done"] * 2]

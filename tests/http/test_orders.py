@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,12 +28,14 @@ from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUna
 from celery_idempotent.http import enqueueing as core
 from celery_idempotent.protocol import lease
 from celery_idempotent.records import State, Stored
+from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
 from tests.http.test_routes import messages
 from tests.sql.databases import execute, rows
 from tests.support.apps import redefine
 from tests.support.records import settle_key
+from tests.support.telling import Heard, assert_told, listening
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("django")
@@ -85,8 +89,8 @@ def by(asked: Any) -> str:
     return str(asked.headers.get("X-Tenant"))
 
 
-def queue(charge: Any, asked: Any = None, **options: Any) -> Any:
-    return enqueue(asked or request(), charge, kwargs={"amount": 1}, **options)
+def queue(charge: Any, asked: Any = None, *, amount: int = 1, **options: Any) -> Any:
+    return enqueue(asked or request(), charge, kwargs={"amount": amount}, **options)
 
 
 def look(address: str, **headers: str) -> Any:
@@ -97,14 +101,18 @@ def look(address: str, **headers: str) -> Any:
     return status(request("get", address, **headers), unquote(namespace), unquote(key))
 
 
-def end(charge: Any, *, error: Exception | None = None, value: Stored | None = None) -> None:
+def end(
+    charge: Any,
+    state: Any = State.COMPLETED,
+    *,
+    error: Exception | None = None,
+    value: Stored | None = None,
+) -> None:
     """Do what a worker does."""
     definition = charge.idempotency_definition()
     if error is not None:
-        value = definition.codec.dump_error(error)
-    identity = definition.identifier.identity("k", ("user", 7))
-    state = State.COMPLETED if error is None else State.FAILED
-    settle_key(_store(charge), identity, state, value)
+        state, value = State.FAILED, definition.codec.dump_error(error)
+    settle_key(_store(charge), definition.identifier.identity("k", ("user", 7)), state, value)
 
 
 def _store(charge: Any) -> Any:
@@ -246,24 +254,24 @@ def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -
     assert queue(charge).status_code == 500
 
 
-def test_a_declared_failure_that_cannot_be_made_again_is_not_retryable(charge: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "code", "kind", "detail"),
+    [
+        (OddError("declined", "card"), 500, "task_failed", "ResultUnavailable", "is a OddError"),
+        (ProcessingTimedOut("lost"), 504, "timed_out", "ProcessingTimedOut", "lost"),
+    ],
+)
+def test_a_failure_of_which_the_view_says_nothing_has_a_status_of_the_library(
+    charge: Any, error: Exception, status: int, code: str, kind: str, detail: str
+) -> None:
     redefine(charge, idempotency_permanent_errors=(CardError,))
     queue(charge)
-    end(charge, error=OddError("declined", "card"))
+    end(charge, error=error)
     answer = queue(charge, error_status={CardError: 402})
     told = json.loads(answer.content)
-    assert (answer.status_code, told["retryable"]) == (500, False)
-    assert told["error"]["type"] == "ResultUnavailable"
-    assert "is a OddError, which cannot be raised again" in told["detail"]
-
-
-def test_a_run_that_never_came_back_is_504(charge: Any) -> None:
-    queue(charge)
-    end(charge, error=ProcessingTimedOut("it never came back"))
-    answer = queue(charge)
-    told = json.loads(answer.content)
-    assert (answer.status_code, told["code"], told["retryable"]) == (504, "timed_out", False)
-    assert told["error"] == {"type": "ProcessingTimedOut", "message": "it never came back"}
+    assert (answer.status_code, told["code"], told["retryable"]) == (status, code, False)
+    assert told["error"]["type"] == kind
+    assert detail in told["detail"]
 
 
 @pytest.mark.parametrize(
@@ -540,3 +548,80 @@ def test_an_atomic_view_without_a_key_is_a_transaction_too(sql: Any) -> None:
 
 def _other_than(status: int, answer: Any) -> Any:
     return answer if answer.status_code != status else None
+
+
+# Each outcome is told once: one event, one count, one line ------------------------------------------------------------
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    with listening() as heard:
+        yield heard
+
+
+def told(heard: Heard, *expected: str) -> None:
+    about = {"task": "orders.charge", "namespace": "billing", "who": worker_name(os.getpid())}
+    assert_told(heard, *expected, **about)
+
+
+BEFORE: dict[str, Callable[[Any], Any]] = {
+    "queued": queue,
+    "completed": end,
+    "failed for good": partial(end, state=State.FAILED),
+    "failed": partial(end, error=ConnectionError("the bank is away")),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "amount", "status", "expected"),
+    [
+        ("queued", 1, 202, ["reserved QUEUED", "replayed"]),
+        ("queued", 2, 422, ["reserved QUEUED", "mismatched"]),
+        ("completed", 1, 200, ["replayed"]),
+        ("failed for good", 1, 500, ["replayed"]),
+        ("failed", 1, 202, ["forgotten", "reserved QUEUED"]),
+    ],
+)
+def test_each_repetition_is_told(
+    charge: Any, heard: Heard, before: str, amount: int, status: int, expected: list[str]
+) -> None:
+    redefine(charge, idempotency_namespace="billing")
+    BEFORE[before](charge)
+    assert queue(charge, amount=amount).status_code == status
+    told(heard, *expected)
+
+
+def test_a_store_that_is_away_is_told(
+    charge: Any, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reserve(*_: object, **__: object) -> None:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(core, "REQUEST_RETRY_SECONDS", 0)
+    monkeypatch.setattr(MemoryStore, "reserve", reserve)
+    assert queue(charge).status_code == 503
+    assert heard.names == ["store_failed"]
+    assert heard.counted == {("orders.charge", "store_failed"): 1}
+    assert isinstance(heard.events[0][2].error, StoreUnavailable)
+    assert [line.levelname for line in heard.lines] == ["WARNING"]
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["committed", "rolled back"])
+def test_a_reservation_of_a_transaction_is_told_once_it_is_committed(
+    charge: Any, heard: Heard, commits: bool
+) -> None:
+    redefine(charge, idempotency_namespace="billing")
+    with transaction.atomic():
+        assert queue(charge).status_code == 202
+        assert heard.names == []
+        transaction.set_rollback(not commits)
+    told(heard, *["reserved QUEUED"] * commits)
+
+
+@pytest.mark.usefixtures("charge")
+def test_a_view_that_is_asked_twice_is_told(heard: Heard) -> None:
+    view = idempotent_view(lambda _: HttpResponse("paid"))
+    assert [view(request()).status_code for _ in range(2)] == [200, 200]
+    # By the name that lists their records.
+    about = {"task": "http", "namespace": "http", "who": worker_name(os.getpid())}
+    assert_told(heard, "claimed PROCESSING", "settled COMPLETED", "replayed", **about)

@@ -35,34 +35,7 @@ def view(_request: Any) -> None:
     """A view."""
 
 
-async def coroutine(_request: Any) -> bool:
-    """Whose answer nobody awaits: it would let everybody in."""
-    return False
-
-
 # Options -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"leese": 3}, "did you mean lease?"),
-        ({"nonsense": 3}, "known are"),
-        ({"lease": "long"}, "seconds or a timedelta"),
-        ({"lease": 0}, "at least 0.1 seconds"),
-        ({"required": "yes"}, "True or False"),
-        ({"unstored": [500]}, "below 500"),
-        ({"scope": 5}, "function of the request"),
-        ({"authorize": "no.such.module"}, "No module named"),
-        ({"authorize": 5}, "authorize"),
-        ({"authorize": coroutine}, "authorize"),
-        ({"max_request_bytes": -1}, "0 or a positive"),
-        ({"docs_url": 5}, "string"),
-    ],
-)
-def test_a_bad_option_is_refused_where_it_is_given(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
-        idempotent_view(**options)(view)
 
 
 def test_the_setting_is_read_and_the_view_wins() -> None:
@@ -164,27 +137,6 @@ def test_a_body_stays_readable_for_the_view(factory: Any) -> None:
     request = factory.put("/", b"raw", content_type="text/plain")
     fingerprint(request)
     assert request.body == b"raw"
-
-
-@pytest.mark.parametrize("charset", ["base64", "rot13", "undefined"])
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        (b"a=1", "application/x-www-form-urlencoded"),
-        (
-            b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--',
-            "multipart/form-data",
-        ),
-    ],
-)
-def test_a_charset_that_is_none_is_refused(
-    factory: Any, body: bytes, kind: str, charset: str
-) -> None:
-    """Those that Python has for other ends, and those that cannot be what they say."""
-    content_type = f"{kind}; boundary=x; charset={charset}"
-    with pytest.raises(RequestRefused) as refused:
-        fingerprint(factory.generic("POST", "/", body, content_type=content_type))
-    assert refused.value.code == "body_unreadable"
 
 
 # Kept responses ------------------------------------------------------------------------------------------------------
