@@ -89,7 +89,7 @@ def by(asked: Any) -> str:
     return str(asked.headers.get("X-Tenant"))
 
 
-def queue(charge: Any, asked: Any = None, *, amount: int = 1, **options: Any) -> Any:
+def queue(charge: Any, asked: Any = None, *, amount: Any = 1, **options: Any) -> Any:
     return enqueue(asked or request(), charge, kwargs={"amount": amount}, **options)
 
 
