@@ -12,7 +12,6 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from celery_idempotent import FailedByOperator
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, open_store
@@ -81,15 +80,6 @@ def test_a_stale_claim_is_released(store: Store, serve: Serve, operator: Client)
     assert gone.status_code == 404
     for told in (f"Released: {TASK} key a.", "Released. Reason: its host is gone", "never called"):
         assert told in text(gone)
-
-
-def test_a_failed_key_gives_its_error_to_duplicates(memory: Store, serve: Serve, operator) -> None:
-    app = serve(memory)
-    stale(memory, "a", fingerprint=None)
-    confirm(operator, ask(operator, "fail", one="a"))
-    with pytest.raises(FailedByOperator):
-        app.tasks[TASK].apply(("a",), throw=True).get()
-    assert "FailedByOperator" in text(operator.get(address("a")))
 
 
 def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(

@@ -27,6 +27,7 @@ from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fi
 from celery_idempotent.records import State
 from docs import generated
 from tests.support.paths import ROOT
+from tests.support.programs import python
 from tests.support.servers import EmbeddedRedis
 from tests.support.telling import documented
 from tests.support.workers import child_environment
@@ -56,12 +57,7 @@ def test_the_example_of_the_readme_runs_once_and_answers_twice(
     (tmp_path / "customer.py").write_text("from shop import charge\n\n" + use)
 
     worker = start_worker("shop", concurrency=2)
-    environment = child_environment()
-    environment["PYTHONPATH"] += f":{tmp_path}"
-    subprocess.run(
-        [sys.executable, "customer.py"], cwd=tmp_path, env=environment, check=True, timeout=60
-    )
-
+    python(tmp_path, "customer.py")
     assert (tmp_path / "runs").read_text().splitlines() == ["order-17"], worker.tail()
 
 
@@ -102,21 +98,8 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
         " IDEMPOTENCY_HTTP={'scope': lambda request: request.headers.get('X-User')})\n"
         "import django\ndjango.setup()\n"
     )
-    (tmp_path / "shop").mkdir()
-    for path, text in files.items():
-        (tmp_path / path).write_text(settings + text + REFUSED if path == "try.py" else text)
-    environment = child_environment()
-    environment["PYTHONPATH"] += f":{tmp_path}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "try.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    code = settings + files.pop("try.py") + REFUSED
+    run_in_shop(tmp_path, code, {path.removeprefix("shop/"): text for path, text in files.items()})
 
 
 #: What the example of the page leaves out: requests that are refused, and a task that fails.
@@ -237,18 +220,8 @@ def run_in_shop(directory: Path, code: str, files: dict[str, str]) -> None:
     (directory / "shop").mkdir()
     for name, text in {"__init__.py": "", **files}.items():
         (directory / "shop" / name).write_text(text)
-    environment = child_environment()
-    environment["PYTHONPATH"] += f":{directory}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    ninjas = "ignore:Returning tuple:DeprecationWarning"  # its own documentation does so
+    python(directory, "-W", ninjas, "-c", code)
 
 
 def http_example(name: str) -> str:
@@ -332,13 +305,6 @@ def test_the_glossary_knows_every_state() -> None:
         assert f"`{state.value}`" in glossary
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
-
-
 def anchors(page: Path) -> set[str]:
     """Return what the headings of a page are linked by."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
@@ -346,31 +312,19 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_anchor_is_a_heading(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+def test_every_link_leads_somewhere_and_every_test_that_is_named_exists(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
-            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
-
-
-def test_the_readme_names_the_make_targets_that_there_are() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"make (\w+) ", README):
-        if target in {"demo", "test", "bench"}:
-            assert target in targets
+            where = page.parent / target if target else page
+            assert where.exists(), target
+            assert not anchor or anchor in anchors(where), f"{target}#{anchor}"
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page.read_text()):
+        assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
 
 
 def test_the_changelog_has_an_entry_for_this_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in changelog or f"## [{celery_idempotent.__version__}]" in changelog
-
-
-NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    for path, name in NAMED_TEST.findall(page.read_text()):
-        assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
 
 
 #: A comment that says which test runs the examples below it, or why the next one is not run; an example.

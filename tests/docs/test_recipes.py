@@ -1,14 +1,13 @@
-"""docs/recipes.md: each example with workers that are frozen and killed, and effects counted outside of them."""
+"""docs/recipes.md: each example with runs that are late or killed, and effects counted outside of them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
+import sqlite3
+import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,140 +16,92 @@ import pytest
 from celery import Celery
 from celery.beat import Scheduler
 
-from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP
-from celery_idempotent.testing import crash_matrix, isolated_records
-from tests.docs import recipes_app
-from tests.support.apps import close_app
-from tests.support.ledger import LEDGER_VARIABLE, Ledger
-from tests.support.pages import block, load
+from celery_idempotent.testing import FakeClock, crash_matrix, deliver, isolated_records
+from tests.support.pages import load
 from tests.support.paths import ROOT
-from tests.support.servers import embedded_redis
-from tests.support.waiting import wait_for
-from tests.support.workers import Worker, freeze
-
-PATIENCE = 60
-LEASE = 2
-
-PAY = "recipes_two_providers.pay"
 
 
-@dataclass
-class World:
-    """The app, its worker, and what is outside of both."""
-
-    app: Celery
-    worker: Worker
-    ledger: Ledger
-    directory: Path
-
-    def query(self, statement: str, *values: Any) -> list[Any]:
-        with contextlib.closing(recipes_app.connect(self.directory)) as db:
-            return db.execute(statement, values).fetchall()
-
-    def effects(self, provider: str, subject: str) -> int:
-        """Return how often a provider did something."""
-        ((count,),) = self.query(
-            "SELECT count(*) FROM effect WHERE provider = ? AND subject = ?", provider, subject
-        )
-        return int(count)
-
-    def calls(self, provider: str, subject: str) -> int:
-        """Return how often a provider was asked to."""
-        return self.ledger.count(provider, subject)
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = own_celery("recipes", broker="memory://", backend="cache+memory://")
+    yield app
+    app.close()
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    directory = tmp_path_factory.mktemp("recipes")
-    ledger = Ledger(directory / "ledger.jsonl")
-    with embedded_redis() as server:
-        settings = {
-            "broker_url": server.url(1),
-            "result_backend": server.url(1),
-            "task_default_queue": "recipes",
-            "worker_prefetch_multiplier": 1,
-            "broker_connection_retry_on_startup": True,
-            "idempotency_lease": LEASE,
-        }
-        env = {
-            recipes_app.SETTINGS_VARIABLE: json.dumps(settings),
-            LEDGER_VARIABLE: str(ledger.path),
-        }
-        worker = Worker("tests.docs.recipes_app", directory=directory, concurrency=3, env=env)
-        app = recipes_app.make_app(settings, directory)
-        try:
-            worker.start(timeout=60)
-            yield World(app, worker, ledger, directory)
-        finally:
-            worker.kill()
-            get_store(app).close()
-            close_app(app)
+def test_a_late_worker_does_not_overwrite_what_another_wrote_since(app: Celery):
+    """::
+
+    late     asks: 100 ───────────── its lease is over ──────────────────── write: refused
+    newer                                              asks: 250 ─ write
+    """
+    db, clock, bank = sqlite3.connect(":memory:", isolation_level=None), FakeClock(), Mock()
+    db.execute("CREATE TABLE account (id TEXT PRIMARY KEY, balance INT, fence BIGINT)")
+    db.execute("INSERT INTO account VALUES ('alice', 0, 0)")
+    given = {"bank": bank, "database": lambda: contextlib.nullcontext(db)}
+    task = load(app, "recipes", "fenced write", given).refresh
+
+    def late(account: str) -> int:
+        bank.balance.side_effect = [250, 250]
+        clock.advance(61_000)
+        assert deliver(task, account).value == "written"
+        return 100
+
+    bank.balance.side_effect = late
+    with isolated_records(app, clock=clock):
+        # Refused twice: its write by the database, and its result by the store. Its message is delivered again.
+        assert deliver(task, "alice").state != "FAILURE"
+    assert db.execute("SELECT balance FROM account").fetchall() == [(250,)]
+    db.close()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Show the end of the worker's log with a failure."""
-    report: pytest.TestReport = yield
-    world = getattr(item, "funcargs", {}).get("world")
-    if report.failed and world is not None:
-        report.sections.append(("log of the worker", world.worker.tail(80)))
-    return report
+class Provider:
+    """Takes effect once per key, in a file outside of every process that dies; given a key again, it repeats itself."""
 
+    def __init__(self, file: Path, name: str) -> None:
+        self.file, self.name = file, name
 
-class TestFencedWrite:
-    def test_a_frozen_worker_does_not_overwrite_what_another_wrote_since(self, world: World):
-        name, balance = "recipes_fenced_write.refresh", world.directory / "balance alice"
-        world.query("INSERT INTO account VALUES ('alice', 0, 0)")
-        balance.write_text("100")
-        gate = world.directory / "closed 100 alice"
-        gate.touch()
-        late = world.app.tasks[name].delay("alice")
-        wait_for(lambda: world.ledger.count("asked", "alice"), PATIENCE, "the bank to be asked")
-        (entry,) = world.ledger.entries("asked", "alice")
-        freeze(entry.pid)
-        try:
-            balance.write_text("250")
-            newer = world.app.tasks[name].delay("alice")
-            assert newer.get(timeout=PATIENCE) == "written"
-            ((_, fence),) = world.query("SELECT balance, fence FROM account WHERE id = 'alice'")
-            assert fence > 0
-        finally:
-            os.kill(entry.pid, signal.SIGCONT)
-        gate.unlink()
-        # Refused twice: its write by the database, and its result by the store. It runs again.
-        assert late.get(timeout=PATIENCE)
-        ((found, latest),) = world.query("SELECT balance, fence FROM account WHERE id = 'alice'")
-        assert found == 250
-        assert latest >= fence
-
-
-class TestProviderKey:
-    def test_a_charge_that_was_not_recorded_is_not_made_twice(self, world: World):
-        (world.directory / "kill after charge order-1").touch()
-        charge = world.app.tasks["recipes_provider_key.charge"]
-        paid = charge.delay("order-1", 1999).get(timeout=PATIENCE)
-        assert world.ledger.count("died", "order-1") == 1
-        assert world.calls("charge", "order-1") == 2
-        assert world.effects("charge", "order-1") == 1
-        assert charge.delay("order-1", 1999).get(timeout=PATIENCE) == paid
-
-
-class TestTwoProviders:
-    def test_a_payment_survives_a_kill_at_any_line(
-        self, world: World, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv(LEDGER_VARIABLE, str(world.ledger.path))
-        with isolated_records(world.app):
-            report = crash_matrix(
-                world.app.tasks[PAY],
-                arguments=lambda order: [order, 1999],
-                effects=lambda order: (
-                    10 * world.effects("charge", order) + world.effects("receipt", order)
-                ),
+    def query(self, statement: str, *values: Any) -> Any:
+        with contextlib.closing(sqlite3.connect(self.file, isolation_level=None)) as db:
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS effect (key TEXT PRIMARY KEY, name, subject, answer)"
             )
-        assert (report.ok, report.expected) == (True, 11), "one of each"
-        assert len(report.places) > 10
+            return db.execute(statement, values).fetchone()
+
+    def charge(self, order_id: str, cents: object, *, idempotency_key: str) -> dict[str, Any]:
+        answer = json.dumps({"cents": cents, "id": uuid.uuid4().hex})
+        given = (idempotency_key, self.name, order_id, answer)
+        self.query("INSERT OR IGNORE INTO effect VALUES (?, ?, ?, ?)", *given)
+        (kept,) = self.query("SELECT answer FROM effect WHERE key = ?", idempotency_key)
+        found: dict[str, Any] = json.loads(kept)
+        return found
+
+    send = charge
+
+    def effects(self, subject: str) -> int:
+        about = (self.name, subject)
+        query = "SELECT count(*) FROM effect WHERE name = ? AND subject = ?"
+        return int(self.query(query, *about)[0])
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "expected", "places"),
+    [("provider key", "charge", [1, 0], 2), ("two providers", "pay", [1, 1], 10)],
+)
+def test_a_payment_survives_a_kill_at_any_line(
+    app: Celery, tmp_path: Path, title: str, name: str, expected: list[int], places: int
+):
+    both = [Provider(tmp_path / "world.sqlite", each) for each in ("charge", "receipt")]
+    module = load(app, "recipes", title, {"provider": both[0], "mailer": both[1]})
+    with isolated_records(app):
+        report = crash_matrix(
+            getattr(module, name),
+            arguments=lambda order: [order, 1999],
+            effects=lambda order: [each.effects(order) for each in both],
+        )
+    assert (report.ok, report.expected) == (True, expected)
+    assert len(report.places) > places
 
 
 class TestObserve:
@@ -216,31 +167,10 @@ def shape(line: str) -> str:
     return re.sub(r"task \S+", "task ID", line)
 
 
-def test_every_example_of_the_pages_is_run():
-    titles = {
-        "recipes": [
-            "fenced write",
-            "provider key",
-            "two providers",
-            "webhook",
-            "bulk mail",
-            "slot",
-        ],
-        "deploying": ["observe", "sweep on a queue of its own", "test_keys.py"],
-    }
-    for name, wanted in titles.items():
-        found = re.findall(r"^ *```python\n *# (.*)$", page(name), flags=re.MULTILINE)
-        assert found == wanted
-        assert all(block(name, title) for title in wanted)
-
-
 class TestWithoutAWorker:
-    @pytest.fixture
-    def app(self) -> Iterator[Celery]:
-        app = own_celery("eager", broker="memory://", backend="cache+memory://")
+    @pytest.fixture(autouse=True)
+    def eager(self, app: Celery) -> None:
         app.conf.update(idempotency_store="memory://", task_always_eager=True)
-        yield app
-        app.close()
 
     def test_an_event_that_is_delivered_again_is_booked_once(self, app: Celery):
         ledger = Mock(**{"book.return_value": "booked"})

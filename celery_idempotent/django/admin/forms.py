@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 from django import forms
 from django.core.validators import RegexValidator
 
-from celery_idempotent.celery.finding import AGE, STATES, select
+from celery_idempotent.celery.finding import AGE, STATES
 from celery_idempotent.celery.operations import Operation
 from celery_idempotent.celery.story import value_from_json
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.keys.stamp import MAX_CHARS
-from celery_idempotent.records import Record, Selection, Stored
+from celery_idempotent.records import Record, Stored
 
 if TYPE_CHECKING:
-    from celery import Celery
     from django.http import QueryDict
 
-    from celery_idempotent.stores import Store
 
 _DEFAULT = "Unfinished and failed; any with scope or key"
 
@@ -47,10 +45,6 @@ class FilterForm(forms.Form):
         """Return the filters that are set, for an address; without the place in the list."""
         given = self.cleaned_data.items()
         return {name: text for name, text in given if text and name != "cursor"}
-
-    def selection(self, app: Celery, store: Store) -> Selection:
-        """Return the selection of these filters; raise as :func:`select`."""
-        return select(app, store, self.chosen())
 
 
 class OperationForm(forms.Form):

@@ -194,7 +194,7 @@ class IdempotencyRecordAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # gen
         if form.is_valid():
             chosen = form.chosen()
             try:
-                selection = form.selection(app, get_store(app))
+                selection = finding.select(app, get_store(app), chosen)
                 page = _list(app, form, selection, tasks)
             except ValueError:
                 form.add_error(None, "This page belongs to another list: start at the first page.")
@@ -272,7 +272,7 @@ class IdempotencyRecordAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # gen
             return HttpResponseRedirect(back)  # after a login in between
         app, form = celery_app(), FilterForm(request.GET)
         if post.get("all") and form.is_valid():
-            selection = form.selection(app, store := get_store(app))
+            selection = finding.select(app, store := get_store(app), form.chosen())
             found = finding.look(store, selection, enough=MOST, seconds=LOOK_SECONDS)
             marks = list(found.records[:MOST])
             if found.cursor or len(found.records) > MOST:
