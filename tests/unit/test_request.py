@@ -238,7 +238,9 @@ class TestWhoseClaim:
         with monkeypatch.context() as patch:
             if origin:
                 patch.setattr(signals, "_ORIGIN", origin)
+                signals.worker_name.cache_clear()
             before = hold(store, task, dead + pid, **whose)
+        signals.worker_name.cache_clear()
         self.lose(make(dead))
         assert store.get(before.identity) == before
 
