@@ -263,6 +263,7 @@ BAD_MIDDLEWARE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("django")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_bad_option_is_refused_where_it_is_given(door: str, shop: Shop) -> None:
     for options, said in [*BAD, *(BAD_MIDDLEWARE if door in KINDS else [])]:

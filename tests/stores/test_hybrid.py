@@ -245,6 +245,27 @@ class TestForget:
     def test_a_ticket_ends(self, cache, redis_client):
         assert 0 < redis_client.pttl(cache.ticket(KEY)) <= hybrid._TICKET_MS
 
+
+class TestTrouble:
+    @pytest.mark.parametrize("mode", ["away", "frozen", "deaf"])
+    def test_without_an_answer_of_the_cache_the_store_serves(self, store, link, mode):
+        complete(store)
+        link.mode = mode
+        with looks(store, 1):
+            assert isinstance(ask(store), Settled)
+        assert store.cache.away_until
+        link.thaw()
+        store.cache.away_until = 0.0
+        with looks(store, 0):
+            assert isinstance(ask(store), Settled)
+
+    def test_a_flush_costs_a_look_for_each_duplicate(self, store, redis_client, entry):
+        complete(store)
+        redis_client.delete(entry())
+        for _ in range(2):
+            with looks(store, 1):
+                assert isinstance(ask(store), Settled)
+
     def test_old_data_that_come_back_answer_again_and_run_nothing(self, store, redis_client, entry):
         complete(store)
         name, old = entry(), redis_client.get(entry())
@@ -356,3 +377,14 @@ class TestOpening:
 
 def _only_alias(self: Any, alias: str) -> None:
     self.alias = alias
+
+
+def test_a_failed_call_that_runs_again_is_answered_by_its_new_end(store):
+    complete(store, State.FAILED, message=b"message")
+    assert isinstance(ask(store), Settled)
+    assert store.requeue(KEY, deadline_ms=60_000, note="requeue by alice")
+    assert isinstance(verbs.reserve(store, fingerprint=FINGERPRINT), Held), "its message waits"
+    again = verbs.claim(store, fingerprint=FINGERPRINT, task_id="first")
+    assert isinstance(ask(store), Held)
+    assert settle(store, again)
+    assert ask(store).record.state is State.COMPLETED
