@@ -80,11 +80,7 @@ class Delivery(republish.DeliveredRun):
         self.name, self.policy, self.codec = definition.name, definition.policy, definition.codec
         self.store = opened.get(definition.app)  # type: ignore[assignment]  # None: open_store() opens it
         self.worker = _prepare_process(os.getpid())
-        task_id = request.id
-        if not task_id:  # a direct call keeps its id; calls of run() itself share one request
-            on_stack = request is task.request_stack.top
-            task_id = vars(request).setdefault("idempotency_call", uuid()) if on_stack else uuid()
-        self.task_id = str(task_id)
+        self.task_id = str(request.id or uuid())  # a function call has none
         identified = self._identify()
         self.identity, self.fingerprint = identified.identity, identified.fingerprint
         self.has_callbacks = any(callbacks.callbacks_of(request))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -226,18 +226,6 @@ class IdempotentTask(DefinedTask):
         except Ignore:
             run.replaced = run.phase is not Phase.RELEASED
             raise
-
-    def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Retry, as Celery does; the key is released before the retry is published."""
-        outcome = super().retry(*args, **kwargs)
-        # Only throw=False comes here. An eager retry runs once this run is over.
-        run = run_in_progress()
-        if run is not None and self.request.is_eager:
-            if run.transaction is None:
-                give_back(run)
-            else:
-                run.after_rollback = partial(give_back, run)
-        return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------
 

@@ -75,9 +75,6 @@ class Claim:
     #: When the claim, or its last renewal, was sent (``time.monotonic``): it lives for at least a lease from here.
     renewed_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Claim of {self.identity}, {self.phase.name}>"
-
     @property
     def key(self) -> str:
         """The canonical key."""
