@@ -150,7 +150,7 @@ class Delivery(republish.DeliveredRun):
             return self.store.settle(end)
         written = self.store.settle_with_result(end, result)
         if written == "stored":
-            vars(self.request).update(fused.STORED)
+            self.request.ignore_result = True  # Celery's tracer leaves it alone
         return written != "lost"
 
     def after_settle(self, state: EndState) -> None:
@@ -234,7 +234,7 @@ class Delivery(republish.DeliveredRun):
             with suppress(Exception):  # else Celery's tracer stores it, in two trips
                 result = fused.write_of(self.task, request, self.store, record.value)
                 if result is not None and self.store.write_result(result):
-                    vars(request).update(fused.STORED)
+                    request.ignore_result = True
         return value
 
     def _from_backend(self, record: Record, age_ms: int) -> object:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
-#: On a request whose result is stored: Celery's tracer leaves it alone. A copy has its own to be stored.
-STORED = {"ignore_result": True, "idempotency_stored": True}
-
 #: Does Celery's tracer leave the result of a request alone? Some releases ask the task only.
 _is_ignored: Any = {**vars(trace), **vars(app_task)}.get(
     "get_actual_ignore_result", lambda task, _: task.ignore_result

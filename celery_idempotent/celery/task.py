@@ -11,7 +11,7 @@ from celery import signals as celery_signals
 from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
-from celery_idempotent.celery import callbacks, delivery, fused, publishing
+from celery_idempotent.celery import callbacks, delivery, publishing
 from celery_idempotent.celery.canvas import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.celery.definition import (
     DefinedTask,
@@ -167,12 +167,6 @@ class IdempotentTask(DefinedTask):
             result = super().apply(args, kwargs, *rest, **options)
         vars(result).update(duplicate=None, earlier=None)  # as a CallResult has it
         return result
-
-    def signature_from_request(self, request: Any = None, *rest: Any, **options: Any) -> Any:
-        """Return a signature that repeats a request, as Celery does; its own result is to be stored again."""
-        if fused.STORED.keys() <= vars(request or self.request).keys():
-            options.setdefault("ignore_result", False)
-        return super().signature_from_request(request, *rest, **options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
