@@ -203,14 +203,6 @@ def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definit
     return None
 
 
-def may_guard(app: Celery, name: str) -> bool:
-    """May this be an idempotent task? An unknown task may be if any known one is."""
-    if name not in app.tasks:
-        return any(each.policy.mode != "off" for each in definitions(app))
-    find = getattr(app.tasks[name], "idempotency_definition", None)
-    return find is not None and find() is not None
-
-
 def load_tasks(app: Celery) -> None:
     """Import the modules with the app's tasks once, as a worker does; raises what a module raises."""
     if app in loaded:

@@ -33,7 +33,6 @@ from celery_idempotent.celery.definition import (
     DefinedTask,
     Definition,
     is_celerys_own,
-    may_guard,
 )
 from celery_idempotent.celery.typed import AnyCelery, CallResult, Options
 from celery_idempotent.errors import DuplicateCall, FingerprintMismatch, IdempotencyError
@@ -490,9 +489,6 @@ def with_run(app: AnyCelery, step: object, run: str) -> object:
     """
 
     def marked(task: AnySignature, _: Place) -> AnySignature:
-        known = task.app if isinstance(task, Signature) else app
-        if not may_guard(known, str(task.get("task"))):
-            return task
         options = task.get("options") or {}
         headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
         if not task_id or stamp.RUN in read_stamp(headers, task_id):
