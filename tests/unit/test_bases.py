@@ -150,15 +150,6 @@ def test_a_task_that_calls_itself_runs_twice_under_one_claim(app: Any, task: Any
     assert app.world.calls == 2  # as with Celery
 
 
-def test_eager_runs_are_guarded_in_the_same_order(app: Any, order: Any, task: Any) -> None:
-    app.world.trouble.append(Rollback())
-    assert isinstance(task.apply(("k",)).result, Rollback)
-    assert (app.world.effects, task.idempotency_record("k")) == ([], None)
-    for _ in range(2):
-        assert task.apply(("k",)).successful()
-    assert app.world.effects == ["k"]
-
-
 def test_switched_off_it_is_what_celery_makes_of_it(app: Any, order: Any) -> None:
     @app.task(
         name="off", base=order(IdempotentTask), bind=True, shared=False, idempotency_mode="off"

@@ -297,13 +297,6 @@ def test_without_a_tracer_nothing_is_stored(shop: Shop, how: str):
     assert shop.stored(how)[0] is None
 
 
-def test_another_database_is_another_place(open_shop: Callable[..., Shop], databases: Any):
-    shop = open_shop(results=lambda _: next(databases))
-    task_id = shop.run("pay")
-    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
-    assert shop.stored(task_id)[0] is None
-
-
 # -- the same bytes ----------------------------------------------------------------------------------------------------
 
 SERIALIZERS = [

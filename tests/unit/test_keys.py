@@ -524,16 +524,6 @@ def test_an_argument_without_canonical_form_is_named_with_its_type_alone():
     assert caught.value.__context__ is None
 
 
-def test_a_default_without_canonical_form_is_left_out_when_it_is_the_very_same():
-    unset = Opaque()
-
-    def task(a, b=unset): ...
-
-    assert fingerprint(1, unset, task__=task) == fingerprint(1, task__=task)
-    with pytest.raises(InvalidKey, match="argument b"):
-        fingerprint(1, Opaque(), task__=task)
-
-
 def test_a_fingerprint_may_count_some_arguments_only_or_be_made_by_a_function():
     def of(*args: Any, by: Any) -> Any:
         return identify(charge, args, call_key="k", fingerprint=by).fingerprint

@@ -19,7 +19,7 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import IdempotentTask, signals
+from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import losses, worker
 from celery_idempotent.celery.losses import gone
 from celery_idempotent.errors import StoreUnavailable
@@ -105,9 +105,17 @@ def identity(key: str = "k") -> Identity:
 
 
 def hold(
-    store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: str = "t1", **more: Any
+    store: MemoryStore,
+    task: Any,
+    pid: int,
+    *,
+    key: str = "k",
+    task_id: str = "t1",
+    origin: str = "",
+    **more: Any,
 ) -> Record:
-    return claim_key(store, identity(key), task_id=task_id, worker=worker_name(pid), **more)
+    name = f"{worker_name(pid).partition('/')[0]}/{origin}" if origin else worker_name(pid)
+    return claim_key(store, identity(key), task_id=task_id, worker=name, **more)
 
 
 def undertakers() -> list[threading.Thread]:
@@ -225,22 +233,17 @@ class TestWhoseClaim:
         wait_for(lambda: not undertakers(), what="the undertaker to end")
 
     @pytest.mark.parametrize(
-        ("whose", "origin", "pid"),
+        ("whose", "pid"),
         [
-            ({}, "", 1),
-            ({}, "another machine", 0),
-            ({"task_id": "t2"}, "", 0),
-            ({"key": "other"}, "", 0),
+            ({}, 1),
+            ({"origin": "another machine"}, 0),
+            ({"task_id": "t2"}, 0),
+            ({"key": "other"}, 0),
         ],
         ids=["process", "machine of the same name", "task id", "key"],
     )
-    def test_of_another_stays(self, make, store, task, dead, monkeypatch, whose, origin, pid):
-        with monkeypatch.context() as patch:
-            if origin:
-                patch.setattr(signals, "_ORIGIN", origin)
-                signals.worker_name.cache_clear()
-            before = hold(store, task, dead + pid, **whose)
-        signals.worker_name.cache_clear()
+    def test_of_another_stays(self, make, store, task, dead, whose, pid):
+        before = hold(store, task, dead + pid, **whose)
         self.lose(make(dead))
         assert store.get(before.identity) == before
 

@@ -387,12 +387,6 @@ class TestStoreFailures:
             deliver(app, send(published, task, "k"))
         assert runs == [0, 1, 0]
 
-    def test_eager_calls_raise_it(self, charge, runs, monkeypatch):
-        self.break_store(monkeypatch)
-        with pytest.raises(StoreUnavailable):
-            charge.apply(("o-1",), throw=True)
-        assert runs == []
-
 
 class TestAMessageThatCannotBePublishedAgain:
     @pytest.fixture
