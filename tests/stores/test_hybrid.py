@@ -19,8 +19,10 @@ from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUna
 from celery_idempotent.records import Claimed, Held, Mismatched, Settled, State, Stored
 from celery_idempotent.stores import open_store
 from celery_idempotent.testing import FakeClock
+from tests.contract import StoreContract
 from tests.stores import verbs
 from tests.stores.hybrids import BadLink, MemoryHybrid
+from tests.stores.shifted import Shift
 from tests.stores.verbs import KEY, VALUE, settle
 
 pytestmark = pytest.mark.redis
@@ -61,6 +63,30 @@ def entry(redis_client: redis.Redis, prefix: str) -> Callable[[], Any]:
         return found[0] if found else None
 
     return name
+
+
+class TestContract(StoreContract):
+    """The clocks of store and cache are years apart."""
+
+    brief = few_cells = True
+
+    @pytest.fixture
+    def store(self, cache: Cache, clock: FakeClock) -> Any:
+        return MemoryHybrid(cache, clock)
+
+    @pytest.fixture
+    def advance(self, cache: Any, clock: FakeClock, redis_client: redis.Redis) -> Any:
+        shift = Shift(cache, redis_client)
+
+        def advance(ms: float) -> None:
+            clock.advance(ms)
+            shift(ms)
+
+        return advance
+
+    @pytest.fixture
+    def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
+        return lambda ms: clock.advance(ms - clock() / 1000)
 
 
 def ask(store: Any, **changes: Any) -> Any:
