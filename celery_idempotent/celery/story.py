@@ -191,15 +191,27 @@ class Story:
 def tell_absence(app: AnyCelery, text: str, where: str = "") -> Story:
     """Return sentences about what it can mean that no record was found by a key or a task id."""
     status = celery_meta(app, text).get("status", "PENDING")
-    found = "It was never called, or its message is still in the queue: a run claims its key when it starts."
-    if status != "PENDING":
-        found = f"Celery has {status} for this task id: it ran, or got the end of an earlier call with its key."
-    others = (
-        "It has another key or scope, its run failed, its retention is over, an operator released or forgot it, or the "
-        "store lost it (run the checks): the next call runs."
+    ran = f"Celery has {status} for this task id: it ran, or got the end of an earlier call with its key."
+    never = "It was never called, or its message is still in the queue: a run claims its key when it starts."
+    return Story(
+        headline=f"No record has this key or task id: {text}{where}. The workers' logs say why.",
+        past=(
+            never if status == "PENDING" else ran,
+            "It was called under another key or in another scope.",
+            "Its run failed, and released the key: a retry or the next call runs.",
+            "It was done longer ago than its retention: the next call runs.",
+            "An operator released or forgot it: the next call runs.",
+            "The store lost it (a flush, an eviction, a restart without persistence): run the checks.",
+        ),
     )
-    headline = f"No record has this key or task id: {text}{where}. The workers' logs say why."
-    return Story(headline=headline, past=(found, others))
+
+
+#: What the next sweep does with a stale record.
+_SWEPT = {
+    "interrupt": "makes it INTERRUPTED: it then waits for a delivery or a call.",
+    "fail": "settles it FAILED (ProcessingTimedOut), as the task's idempotency_on_stale says.",
+    "requeue": "publishes its message again, as the task's idempotency_on_stale says.",
+}
 
 
 def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
@@ -263,7 +275,9 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
     is_old = record.updated_ms - record.created_ms > 1000
     again = record.attempts > 1 or record.crashes
     steps = ", ".join(name for name, _ in record.steps)
-    last = f"; {holder} had it last" if record.attempts else ""
+    # The headline of a PROCESSING one names its owner.
+    named = state is State.PROCESSING or not record.attempts
+    last = "" if named else f"; {holder} had it last"
     past = {
         f"First claimed or reserved {at(record.created_ms)}.": is_old,
         f"Claims so far: {record.attempts}; leases without a result: {record.crashes}.": again,
@@ -277,9 +291,12 @@ def tell_story(app: AnyCelery, store: Store, record: Record) -> Story:
     future = {
         "It runs when a worker takes its message: check that a worker listens to its queue.": queued,
         f"From {deadline} on {publisher} publishes its message again, under the same task id.": queued,
-        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live,
+        f"If its worker gives up, its lease ends {deadline}, and the next delivery or call runs it.": live
+        and ended,
+        f"Its lease ends {deadline}, and is renewed as long as its worker lives.": live
+        and not ended,
         f"Its lease ran out {deadline}: its worker died, hangs, or did not reach the store.": stale,
-        f"{sweeps} The next one follows idempotency_on_stale={record.on_stale!r}.": stale,
+        f"{sweeps} The next one {_SWEPT[record.on_stale]}": stale,
         f"A delivery or call before that claims it at once, and {claimed}.": stale,
         f"The next delivery or call claims it, and {claimed}.": interrupted,
         f"If its worker was lost, the broker delivers its message again {back}.": known

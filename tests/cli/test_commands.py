@@ -191,7 +191,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
     ("key", "sentences"),
     [
         ("running", ["is PROCESSING", "(worker-3.example, pid 4711) runs it", "Its lease ends"]),
-        ("stale", ["is stuck PROCESSING", "Its lease ran out", "on_stale='interrupt'"]),
+        ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
         ("crashed", ["lease ended without a result", "1 of 3 crashes", "Check the outside system"]),
         ("done", ["is COMPLETED", "they get its result", "Kept until", "a second time"]),
         (
