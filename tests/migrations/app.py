@@ -7,7 +7,6 @@ fail, each for one key, the last two only once.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -19,11 +18,9 @@ from typing import Any
 from celery import Celery, Task, current_task
 from celery.signals import worker_ready
 
-from tests.support.apps import hurry
+from tests.support.apps import hurry, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import load
-
-SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
 
 PAGES = ("celery-once", "celery-singleton", "redis-lock")
 
@@ -36,10 +33,12 @@ def make_app(settings: Mapping[str, Any]) -> Celery:
     import redis
 
     app = Celery("migrations", set_as_current=False)
-    app.conf.update(settings)
+    backend = settings["result_backend"]
+    once = {"url": backend, "default_timeout": 3600}
+    app.conf.update(settings, ONCE={"backend": "celery_once.backends.Redis", "settings": once})
     given = {
         "work": work,
-        "client": redis.Redis.from_url(settings["result_backend"]),
+        "client": redis.Redis.from_url(backend),
         "TemporaryError": TemporaryError,
     }
     for page in PAGES:
@@ -86,7 +85,7 @@ def fence() -> None:
 
 app: Celery | None = None
 
-if SETTINGS_VARIABLE in os.environ:
-    app = make_app(json.loads(os.environ[SETTINGS_VARIABLE]))
+if _wanted := wanted():
+    app = make_app(_wanted["settings"])
     if LEDGER_VARIABLE in os.environ:
         worker_ready.connect(hurry, weak=False)
