@@ -150,6 +150,7 @@ class Till:
 @pytest.fixture
 def till(
     use_database: Callable[..., str],
+    make_table: Callable[..., None],
     start_worker: Callable[..., Worker],
     ledger: Ledger,
     rabbitmq_url: str,
@@ -159,22 +160,10 @@ def till(
 ) -> Iterator[Callable[..., Till]]:
     made: list[Till] = []
 
-    def make(vendor: str, *, alias: str = "", **options: Any) -> Till:
-        alias = alias or use_database(vendor, **options)
-        number = {
-            "postgresql": "bigserial",
-            "mariadb": "bigint auto_increment",
-            "sqlite": "integer",
-        }[vendor]
-        for table in ("effects", "accounts"):
-            databases.execute(alias, f"DROP TABLE IF EXISTS {table}")
-        databases.execute(
-            alias,
-            f"CREATE TABLE effects (id {number} PRIMARY KEY, name varchar(200), token bigint)",
-        )
-        databases.execute(
-            alias, "CREATE TABLE accounts (name varchar(200) PRIMARY KEY, balance bigint)"
-        )
+    def make(vendor: str) -> Till:
+        alias = use_database(vendor)
+        make_table(alias, "effects", "name varchar(200), token bigint")
+        make_table(alias, "accounts", "name varchar(200) PRIMARY KEY, balance bigint")
         till = Till(
             start_worker=start_worker,
             ledger=ledger,
