@@ -29,7 +29,7 @@ def moment(ms: int) -> datetime:
 class State(enum.Enum):
     """The state of a key; a key without a record is unclaimed."""
 
-    __hash__ = object.__hash__  # Enum's is written in Python
+    __hash__ = object.__hash__  # Enum's is written in Python, which takes 1 % of a verb
 
     QUEUED = "QUEUED"
     PROCESSING = "PROCESSING"

@@ -17,8 +17,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, State, Stored
 
 #: The letter that is stored for each state, for ever; databases have a letter more, django/sql/rows.py.
-_LETTERS = {"QUEUED": "Q", "PROCESSING": "P", "INTERRUPTED": "I", "COMPLETED": "C", "FAILED": "F"}
-LETTERS = {state: _LETTERS[state.name] for state in State}
+LETTERS = {state: state.name[0] for state in State}
 STATES = {letter: state for state, letter in LETTERS.items()}
 
 #: Where a stored record has its fields.

@@ -254,7 +254,8 @@ class VerbArguments:
 
 def arguments(request: Request) -> VerbArguments:
     """Return the arguments of a claim, a reservation or a settle."""
-    fields = fields_from(request)
+    names, read = _READERS[type(request)]
+    fields = dict(zip(names, read(request), strict=True))
     if isinstance(request, SettleRequest):
         claim, restore = request.record, request.restore
         args = VerbArguments(fields, b"", None, request.keep_ms, claim.token)
@@ -286,12 +287,6 @@ SETTLED = BROUGHT[SettleRequest] | {name: f"record.{name}" for name in OUTCOME}
 _READERS = {
     request: (tuple(paths), attrgetter(*paths.values())) for request, paths in BROUGHT.items()
 }
-
-
-def fields_from(request: Request) -> Fields:
-    """Return the fields that a request brings for the record."""
-    names, read = _READERS[type(request)]
-    return dict(zip(names, read(request)))  # noqa: B905  strict takes time
 
 
 _BY_CLAIM = BROUGHT[records.ClaimRequest]

@@ -28,8 +28,6 @@ Reply: TypeAlias = Any
 #: The words of a command. Numbers are text: hiredis 3.5 may crash while it packs one.
 Command: TypeAlias = tuple[bytes, ...]
 
-_NUMBERS = [b"%d" % number for number in range(256)]
-
 
 class Script:
     """A script that servers know by its digest."""
@@ -43,7 +41,7 @@ class Script:
 
     def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
         """Return the command that runs this script, on keys of one bucket."""
-        return (b"EVALSHA", self.digest, _NUMBERS[len(keys)], *keys, *args)
+        return (b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args)
 
 
 #: Read now: a process may be forked while a thread reads one. From a zipapp, too.
@@ -126,7 +124,7 @@ class Server:
                 self._idle.pop().disconnect()
 
 
-#: The start of a word of n bytes, whose formatting takes longer than all the rest.
+#: The start of a word of n bytes. To format each takes 8 % of a claim's instructions.
 _SIZES = [b"\r\n$%d\r\n" % size for size in range(1024)]
 
 
