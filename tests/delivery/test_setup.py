@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kombu import Queue
 
 from celery_idempotent.celery import checks
-from celery_idempotent.celery.sweep import SWEEP
 from tests.delivery import app
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
@@ -63,29 +60,6 @@ def test_each_finding_is_a_line_in_the_log(
     assert "maxmemory-policy allkeys-lru" in worker.log
     assert "Set appendonly yes" in worker.log
     assert site.app.tasks["keyed"].delay(key).get(timeout=30)
-
-
-def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable[..., Any]) -> None:
-    app = open_site("rabbitmq", idempotency_sweep_interval=0.1).app
-    queue = f"maintenance-{uuid.uuid4().hex}"
-    app.finalize()
-    options = app.conf.beat_schedule[SWEEP]["options"]
-    assert options["expires"] == 1
-    with app.connection_for_write() as connection:
-        channel: Any = connection.default_channel
-        Queue(queue)(channel).declare()
-
-        def waiting() -> int:
-            count: int = channel.queue_declare(queue, passive=True).message_count
-            return count
-
-        try:
-            for _ in range(3):
-                app.tasks[SWEEP].apply_async(queue=queue, **options)
-            wait_for(lambda: waiting() == 3, what="messages")
-            wait_for(lambda: waiting() == 0, what="their end")
-        finally:
-            channel.queue_delete(queue)
 
 
 def test_a_store_that_hangs_keeps_no_worker_from_its_start_nor_from_its_end(
