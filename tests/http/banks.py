@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ from urllib.parse import urlsplit
 import psycopg
 
 from tests.http.sites import Site, Web, new_key, open_site
-from tests.http.sweeping import sweep
 from tests.support.servers import embedded_redis, need
-from tests.support.waiting import wait_for
 
-__all__ = ["Bank", "at_work", "made", "open_bank", "sweep_until"]
+__all__ = ["Bank", "at_work", "made", "open_bank"]
 
 _SERVER = os.environ.get("CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432")
 
@@ -102,13 +100,3 @@ def at_work(rows: Rows) -> bool:
         "SELECT 1 FROM pg_locks WHERE relation = 'payments_payment'::regclass AND mode = 'RowExclusiveLock'"
     )
     return found.fetchone() is not None
-
-
-def sweep_until(bank: Site, done: Callable[[], bool]) -> None:
-    """Sweep the outbox in a process of its own until it is done."""
-
-    def swept() -> bool:
-        sweep("outbox", bank.directory, bank.env)
-        return done()
-
-    wait_for(swept, 60)

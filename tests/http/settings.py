@@ -11,10 +11,6 @@ from testproject.settings import *  # noqa: F403
 ROOT_URLCONF = "tests.http.urls"
 IDEMPOTENCY_HTTP = {"lease": 3, "docs_url": "https://docs.example/idempotency"}
 
-#: A broker other than the one of the workers, for a web server that shall not reach them.
-if "BROKER_URL" in os.environ:
-    CELERY_BROKER_URL = os.environ["BROKER_URL"]
-
 #: A test's own database, as JSON; and whether each request is a transaction there.
 if "TEST_DATABASE" in os.environ:
     DATABASES = {"default": json.loads(os.environ["TEST_DATABASE"])}

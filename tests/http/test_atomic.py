@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
 
-from celery_idempotent.django.outbox import UNREACHED_SECONDS
-from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
+from tests.http.banks import Bank, at_work, made, open_bank
 from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
 from tests.support.waiting import wait_for
 
@@ -106,26 +104,3 @@ def test_a_coroutine_is_part_of_the_transaction_too(bank: Site, rows: Rows) -> N
         path = f"/t/abroken/?status={status}"
         assert asgi.ask("POST", path, b"", key=key, X_Caller="c").status == status
         assert made(rows, key) == kept
-
-
-def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(
-    bank: Site, rows: Rows
-) -> None:
-    keys = {path: new_key() for path in ("/t/at-once/", "/payments/")}
-    bank.proxy.refuse()
-    try:
-        answers = []
-        for path, key in keys.items():
-            answers.append(bank.ask("POST", path, ORDER, key=key))
-            # Or the next message would not be tried after its COMMIT, and be left to a sweep for a minute.
-            time.sleep(UNREACHED_SECONDS)
-        assert [answer.status for answer in answers] == [202, 202]
-        for answer in answers:
-            assert bank.status(answer).json["state"] == "QUEUED"
-    finally:
-        bank.proxy.heal()
-
-    sweep_until(bank, lambda: all(made(rows, key) for key in keys.values()))
-    for answer, key in zip(answers, keys.values(), strict=True):
-        assert bank.settled(answer)["state"] == "COMPLETED"
-        assert made(rows, key) == 1

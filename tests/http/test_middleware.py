@@ -434,34 +434,6 @@ def test_a_repetition_that_waits_does_not_stop_the_loop() -> None:
     assert [each.get("route") for each in asked].count("/pay") == 1
 
 
-def test_the_application_of_a_django_project_is_one(tmp_path: Any) -> None:
-    from django.core.asgi import get_asgi_application
-    from django.http import HttpResponse
-    from django.test import override_settings
-    from django.urls import path
-
-    from tests.sql.databases import ready
-
-    async def pay(request: Any) -> HttpResponse:
-        runs.append(request.body)
-        return HttpResponse("paid", status=201)
-
-    # Not by the decorator: that of Django 4.2 takes no coroutine function.
-    pay.csrf_exempt = True  # type: ignore[attr-defined]
-    runs: list[bytes] = []
-    with (
-        ready(tmp_path),
-        override_settings(ROOT_URLCONF=(path("pay", pay),), ALLOWED_HOSTS=["*"]),
-    ):
-        client, key = asgi(get_asgi_application()), new_key()
-        answers = [client.ask(key, b"17") for _ in range(2)]
-    assert [(each.status, each.body, each.replayed) for each in answers] == [
-        (201, b"paid", False),
-        (201, b"paid", True),
-    ]
-    assert runs == [b"17"]
-
-
 # WSGI ----------------------------------------------------------------------------------------------------------------
 
 

@@ -419,14 +419,28 @@ def test_what_a_transaction_queues_is_promised_once_it_is_committed(
     assert record(charge).deadline_ms - record(charge).updated_ms > short
 
 
+def break_broker(app: Any) -> None:
+    app.conf.update(broker_connection_retry=False, task_publish_retry=False)
+    app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0}
+    app.conf.broker_url = "amqp://127.0.0.1:1//"
+
+
 def test_a_broker_that_is_down_at_the_commit_leaves_the_message_to_the_sweep(charge: Any) -> None:
-    charge.app.conf.update(broker_connection_retry=False, task_publish_retry=False)
-    charge.app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0}
-    charge.app.conf.broker_url = "amqp://127.0.0.1:1//"
+    break_broker(charge.app)
     with transaction.atomic():
         assert queue(charge).status_code == 202
     assert record(charge).message is not None
     assert queue(charge).status_code == 202
+
+
+def test_while_the_broker_is_down_it_is_503_and_the_key_stays_free(charge: Any) -> None:
+    break_broker(charge.app)
+    answer = queue(charge)
+    assert (answer.status_code, json.loads(answer.content)["code"]) == (503, "not_queued")
+    assert "Retry-After" in answer
+    assert record(charge) is None
+    end(charge, value=KEPT)
+    assert queue(charge).status_code == 200, "what is done needs no broker"
 
 
 def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(charge: Any) -> None:
@@ -496,6 +510,16 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     with sql.app.connection_for_write() as connection:
         sent = connection.default_channel._get("orders-in-sql")
     assert sent["headers"]["id"] == reserved.task_id
+
+
+def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(sql: Any) -> None:
+    break_broker(sql.app)
+    answer = queue(sql)
+    try:
+        assert (answer.status_code, json.loads(answer.content)["state"]) == (202, "QUEUED")
+        assert get_store(sql.app).stats().outbox == 1
+    finally:
+        execute("default", "DELETE FROM celery_idempotent_outbox")
 
 
 def test_a_reservation_that_is_not_answered_in_time_is_sent_when_the_store_answers(

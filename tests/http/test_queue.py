@@ -101,7 +101,7 @@ def test_of_many_who_try_a_failure_again_at_once_one_is_queued(site: Site, store
 
 
 def test_a_request_that_may_have_no_key_gets_one(site: Site) -> None:
-    first, second = (site.pay(path="/t/at-once/") for _ in range(2))
+    first, second = (site.pay(path="/t/at_once/") for _ in range(2))
     assert first.status == second.status == 202
     assert first.json["key"] != second.json["key"]
     assert site.settled(first)["state"] == "COMPLETED"

@@ -19,7 +19,6 @@ urlpatterns = [
     path("", include("testproject.urls")),
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
-        for name in ("plain", "throttled", "broken", "abroken", "announcing", "hesitating")
+        for name in ("plain", "throttled", "broken", "abroken", "at_once")
     ],
-    path("t/at-once/", views.at_once),
 ]

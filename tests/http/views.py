@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
-from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
 from django.http import HttpResponse
@@ -16,7 +12,6 @@ from rest_framework.response import Response
 from rest_framework.throttling import SimpleRateThrottle
 
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
-from testproject.payments import bank
 from testproject.payments.models import Payment
 from testproject.payments.tasks import pay
 
@@ -77,36 +72,6 @@ def payment(request: Any) -> dict[str, Any]:
         "recipient": "a",
         "key": request.idempotency_key,
     }
-
-
-@api_view(["POST"])
-@keyed_view
-def hesitating(request: Any) -> Any:
-    """Queue, and take time before the COMMIT."""
-    answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
-    bank.receipt()
-    return answer
-
-
-@non_atomic_requests
-@idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
-def announcing(request: Any) -> HttpResponse:
-    """Write, and publish what follows from it, in one transaction."""
-    enter(request)
-    task: Any = pay  # of a Django project
-    task.apply_async_on_commit(
-        kwargs={"payer": 1, "amount": 1, "currency": "EUR", "recipient": "acct_1"},
-        idempotency_key=f"after-{request.idempotency_key}",
-    )
-    bank.receipt()
-    return HttpResponse(status=201)
-
-
-@before_task_publish.connect
-def doomed(**_: Any) -> None:
-    """Take this process down between the reservation and the publishing, where a test wants that."""
-    if Path(os.environ["DATABASE_PATH"]).with_name("doom").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @non_atomic_requests
