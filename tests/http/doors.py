@@ -29,7 +29,7 @@ __all__ = ["Door", "Doors", "Headers", "make_door", "open_doors"]
 Headers = list[tuple[str, str]]
 
 
-class Http1:
+class Wire:
     """A connection for one request, which need not be whole."""
 
     def __init__(self, port: int) -> None:
@@ -55,56 +55,6 @@ class Http1:
         return Answer(response.status, response.headers, response.read())
 
 
-class Http2(Http1):
-    """The same by HTTP/2, as a client that knows of it beforehand."""
-
-    def __init__(self, port: int) -> None:
-        from h2.config import H2Configuration
-        from h2.connection import H2Connection
-
-        super().__init__(port)
-        # The tests send what is not allowed.
-        allowing: dict[str, Any] = {
-            "validate_outbound_headers": False,
-            "normalize_outbound_headers": False,
-        }
-        self.state = H2Connection(H2Configuration(client_side=True, **allowing))
-        self.state.initiate_connection()
-
-    def send(self, method: str, path: str, headers: Headers, body: bytes) -> None:
-        given = [(":method", method), (":path", path), (":scheme", "http"), (":authority", "a")]
-        known = {key.lower(): value for key, value in headers}
-        # Chunks are of HTTP/1.
-        given += [(k.lower(), v) for k, v in headers if k != "Transfer-Encoding"]
-        self.state.send_headers(1, given)
-        is_whole = len(body) >= int(known.get("content-length", len(body)))
-        for at in range(0, len(body), 16_384):
-            self.state.send_data(1, body[at : at + 16_384])
-        if is_whole:
-            self.state.end_stream(1)
-        self.socket.sendall(self.state.data_to_send())
-
-    def answer(self) -> Answer:
-        from h2 import events
-
-        headers, body, ended = http.client.HTTPMessage(), b"", False
-        while not ended:
-            if not (data := self.socket.recv(65_536)):
-                raise http.client.RemoteDisconnected("without an answer")
-            for event in self.state.receive_data(data):
-                if isinstance(event, events.ResponseReceived):
-                    for key, value in event.headers:
-                        headers[key.decode()] = value.decode("latin-1")
-                elif isinstance(event, events.DataReceived):
-                    body += event.data
-                elif isinstance(event, events.StreamEnded):
-                    ended = True
-                elif isinstance(event, (events.StreamReset, events.ConnectionTerminated)):
-                    raise http.client.RemoteDisconnected(type(event).__name__)
-            self.socket.sendall(self.state.data_to_send())
-        return Answer(int(headers[":status"]), headers, body)
-
-
 @dataclass
 class Door:
     """One server; requests are those of ``caller`` ann to ``/plain/x``, unless they say otherwise."""
@@ -112,10 +62,6 @@ class Door:
     name: str
     web: Web
     store: Store
-
-    @property
-    def wire(self) -> type[Http1]:
-        return Http2 if self.name == "starlette" else Http1
 
     @contextlib.contextmanager
     def connected(
@@ -129,7 +75,7 @@ class Door:
         kind: str = "application/json",
         length: str | None = None,
         more: Headers | None = None,
-    ) -> Iterator[Http1]:
+    ) -> Iterator[Wire]:
         """Send a request, which need not be whole, and leave at the end."""
         keys = key if isinstance(key, list) else [key]
         headers = [("Idempotency-Key", each) for each in keys if each is not None]
@@ -138,7 +84,7 @@ class Door:
             headers.append(("Authorization", f"Bearer {caller}"))
         if not dict(headers).get("Transfer-Encoding"):
             headers.append(("Content-Length", length or str(len(body))))
-        wire = self.wire(self.web.port)
+        wire = Wire(self.web.port)
         with contextlib.closing(wire.socket):
             wire.send(method, path, headers, body)
             yield wire

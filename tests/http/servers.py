@@ -57,7 +57,7 @@ def uvicorn(load: Load) -> None:
 
 
 def hypercorn(load: Load) -> None:
-    """Serve by HTTP/2."""
+    """Serve by a server that cancels the request of a client that hangs up."""
     from hypercorn.asyncio import serve
     from hypercorn.config import Config
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +11,13 @@ from typing import Any
 import pytest
 from django.db import transaction
 from django.http import HttpResponse
-from django.test import RequestFactory
+from django.test import RequestFactory, override_settings
 
 from celery_idempotent.django import user_scope
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from celery_idempotent.django.http.responses import status
 from celery_idempotent.keys.rules import canonical
 from celery_idempotent.stores import open_store
-from celery_idempotent.stores.redis.servers import Command, Link
 from tests.http.sites import new_key
 from tests.sql import databases
 from tests.stores.hybrids import CountingLink
@@ -69,19 +66,6 @@ def alias(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 CALLER = SimpleNamespace(pk=1, is_authenticated=True)
-
-
-class OwnLink(CountingLink):
-    """Counts those of its thread: the heartbeat's writes the counters of operators now and then."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__(link)
-        self._ours = threading.current_thread()
-
-    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
-        if threading.current_thread() is self._ours:
-            return super().exchange(commands, node)
-        return self._link.exchange(commands, node)
 
 
 class Desk:
@@ -144,16 +128,12 @@ def desk(
     link = None
     if kind != "sql":
         target = store if kind == "redis" else store.cache
-        link = target._link = OwnLink(target._link)
-    state: Any = importlib.import_module("celery._state")
-    before = state._tls.current_app
+        link = target._link = CountingLink(target._link)
+    store.supports_counting = False  # which the heartbeat would do in between
     made = Desk(store, link, None if kind == "redis" else alias)
-    state._tls.current_app = made.app
-    try:
+    with override_settings(CELERY_IDEMPOTENT_APP=made.app):
         yield kind, made
-    finally:
-        state._tls.current_app = before
-        store.close()
+    store.close()
 
 
 def test_a_request_asks_no_more_of_its_store_than_stated(desk: tuple[str, Desk]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.http.sites import ORDER, Answer, Site, at_once, in_background, new_key
+from tests.http.sites import ORDER, Site, at_once, in_background, new_key
 from tests.support.waiting import wait_for
 
 BOTH = pytest.mark.parametrize("path", ["/payments/", "/payments/now/"])
@@ -57,24 +57,6 @@ def test_a_body_that_is_not_valid_is_400_and_the_key_stays_free(site: Site, path
     first = site.pay(path=path, key=key)
     assert first.status in {201, 202}
     assert not first.replayed
-
-
-def test_a_caller_who_asks_too_often_is_429_and_the_key_stays_free(site: Site) -> None:
-    def ask(key: str | None, hour: str) -> Answer:
-        return site.ask("POST", "/t/throttled/", b"", key=key, X_Hour=hour)
-
-    first, second = new_key(), new_key()
-    hour, later = new_key(), new_key()
-    assert ask(first, hour).status == 200
-    for key in (second, first):
-        refused = ask(key, hour)
-        assert refused.problem() == (429, "throttled")
-        assert refused.json["retryable"] is True
-        assert int(refused.headers["Retry-After"]) >= 1
-    assert site.ask("GET", f"/idempotency/http/{second}").problem() == (404, "unknown_key")
-    answer = ask(second, later)
-    assert (answer.status, answer.replayed) == (200, False)
-    assert ask(first, new_key()).replayed
 
 
 # Mismatch, outstanding, replay ---------------------------------------------------------------------------------------

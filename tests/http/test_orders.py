@@ -243,8 +243,11 @@ class OddError(CardError):
 def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -> None:
     redefine(charge, idempotency_permanent_errors=(CardError, KeyError))
     statuses: dict[type[Exception], int] = {CardError: 402}
-    queue(charge, error_status=statuses)
+    where = queue(charge, error_status=statuses)["Location"]
     end(charge, error=CardError("declined"))
+    shown = json.loads(look(where).content)
+    assert (shown["state"], shown["retryable"]) == ("FAILED", False)
+    assert (shown["error"]["type"], shown["error"]["message"]) == ("CardError", "declined")
     answer = queue(charge, error_status=statuses)
     told = json.loads(answer.content)
     assert (answer.status_code, told["status"], told["retryable"]) == (402, 402, False)
@@ -275,18 +278,20 @@ def test_a_failure_of_which_the_view_says_nothing_has_a_status_of_the_library(
 
 
 @pytest.mark.parametrize(
-    ("statuses", "said"),
+    ("options", "said"),
     [
-        ({KeyError: 402}, "KeyError is not in idempotency_permanent_errors"),
-        ({CardError: 200}, "400 to 599"),
+        ({"error_status": {KeyError: 402}}, "KeyError is not in idempotency_permanent_errors"),
+        ({"error_status": {CardError: 200}}, "400 to 599"),
+        *(({name: "mine"}, name) for name in ("task_id", "idempotency_key", "idempotency_scope")),
     ],
 )
-def test_a_status_that_would_never_be_sent_is_refused(
-    charge: Any, statuses: dict[type[Exception], int], said: str
+def test_an_option_that_is_not_the_callers_or_has_no_effect_is_refused(
+    charge: Any, options: dict[str, Any], said: str
 ) -> None:
     redefine(charge, idempotency_permanent_errors=(CardError,))
     with pytest.raises(InvalidOption, match=said):
-        queue(charge, error_status=statuses)
+        queue(charge, **options)
+    assert record(charge) is None
 
 
 @pytest.mark.parametrize("mode", ["enforce", "observe", "off"])
@@ -372,13 +377,6 @@ def test_the_other_one_says_so(charge: Any) -> None:
 
     with pytest.raises(SynchronousOnlyOperation, match="await aenqueue"):
         asyncio.run(view())
-    assert charge.idempotency_record("k", scope=("user", 7)) is None
-
-
-@pytest.mark.parametrize("option", ["task_id", "idempotency_key", "idempotency_scope"])
-def test_what_belongs_to_the_key_is_not_the_callers_to_say(charge: Any, option: str) -> None:
-    with pytest.raises(InvalidOption, match=option):
-        queue(charge, **{option: "mine"})
     assert charge.idempotency_record("k", scope=("user", 7)) is None
 
 

@@ -53,21 +53,6 @@ def identity(site: Site, key: str) -> Identity:
 # Failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_for_good_is_told_to_who_polls_and_to_who_posts_again(site: Site) -> None:
-    key = new_key()
-    told = site.settled(site.pay(order("acct_closed"), key=key))
-    assert told["state"] == "FAILED"
-    assert told["retryable"] is False
-    assert told["error"]["type"] == "PaymentRefused"
-    assert told["error"]["message"] == "The account acct_closed is closed."
-    again = site.pay(order("acct_closed"), key=key)
-    assert again.problem() == (500, "task_failed")
-    assert again.replayed
-    assert again.json["retryable"] is False
-    assert again.json["detail"] == "The account acct_closed is closed."
-    assert site.payments(key) == 0
-
-
 def test_a_failure_that_may_pass_is_told_without_its_text_and_a_repetition_runs_anew(
     site: Site,
 ) -> None:
@@ -98,14 +83,6 @@ def test_of_many_who_try_a_failure_again_at_once_one_is_queued(site: Site, store
     record = store.get(identity(site, key))
     assert record is not None
     assert record.attempts == 1
-
-
-def test_a_request_that_may_have_no_key_gets_one(site: Site) -> None:
-    first, second = (site.pay(path="/t/at_once/") for _ in range(2))
-    assert first.status == second.status == 202
-    assert first.json["key"] != second.json["key"]
-    assert site.settled(first)["state"] == "COMPLETED"
-    assert site.payments(first.json["key"]) == 1
 
 
 # One key for all -----------------------------------------------------------------------------------------------------

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from django.http import JsonResponse
-from django.test import RequestFactory
+from django.test import RequestFactory, override_settings
 
 from celery_idempotent import signals
 from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.stores import open_store
 from tests.http.sites import new_key
-from tests.sql import databases
 from tests.support.admin import make_app
 from tests.support.weight import calls
 
@@ -26,21 +23,12 @@ CEILINGS = {"first request": 198, "repetition": 156}
 
 
 @pytest.fixture
-def send(
-    tmp_path_factory: pytest.TempPathFactory, redis_url: str, prefix: str
-) -> Iterator[Callable[[str], Callable[[], Any]]]:
+def send(redis_url: str, prefix: str) -> Iterator[Callable[[str], Callable[[], Any]]]:
     """Return what makes a request with a key, to be sent by a call."""
-    directory: Path = tmp_path_factory.mktemp("weight")
     store = open_store(f"{redis_url}?prefix={prefix}")
-    with databases.ready(directory):
-        state: Any = importlib.import_module("celery._state")
-        before = state._tls.current_app
-        state._tls.current_app = make_app(store)
-        try:
-            yield _sender()
-        finally:
-            state._tls.current_app = before
-            store.close()
+    with override_settings(CELERY_IDEMPOTENT_APP=make_app(store)):
+        yield _sender()
+    store.close()
 
 
 def _sender() -> Callable[[str], Callable[[], Any]]:
@@ -60,6 +48,7 @@ def _sender() -> Callable[[str], Callable[[], Any]]:
     return made
 
 
+@pytest.mark.usefixtures("django")
 @pytest.mark.parametrize("kind", CEILINGS)
 def test_a_request_takes_no_more_calls_than_before(
     send: Callable[[str], Callable[[], Any]], kind: str, monkeypatch: pytest.MonkeyPatch

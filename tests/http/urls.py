@@ -19,6 +19,6 @@ urlpatterns = [
     path("", include("testproject.urls")),
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
-        for name in ("plain", "throttled", "broken", "abroken", "at_once")
+        for name in ("plain", "broken", "abroken")
     ],
 ]

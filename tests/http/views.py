@@ -7,13 +7,9 @@ from typing import Any
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
 from django.http import HttpResponse
-from rest_framework.decorators import api_view, throttle_classes
-from rest_framework.response import Response
-from rest_framework.throttling import SimpleRateThrottle
 
-from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
+from celery_idempotent.django.http import idempotent_view
 from testproject.payments.models import Payment
-from testproject.payments.tasks import pay
 
 __all__ = ["caller"]
 
@@ -27,22 +23,6 @@ def caller(request: Any) -> str | None:
 @idempotent_view(scope=caller)
 def plain(_: Any) -> HttpResponse:
     return HttpResponse()
-
-
-class OnceAnHour(SimpleRateThrottle):
-    """Lets a caller ask once an hour; which hour it is, the request says."""
-
-    rate = "1/hour"
-
-    def get_cache_key(self, request: Any, view: Any) -> str:
-        return f"{request.user.pk} {request.headers['X-Hour']}"
-
-
-@api_view(["POST"])
-@throttle_classes([OnceAnHour])
-@idempotent_view
-def throttled(_: Any) -> Response:
-    return Response()
 
 
 @non_atomic_requests
@@ -72,11 +52,3 @@ def payment(request: Any) -> dict[str, Any]:
         "recipient": "a",
         "key": request.idempotency_key,
     }
-
-
-@non_atomic_requests
-@api_view(["POST"])
-@keyed_view(required=False)
-def at_once(request: Any) -> Any:
-    """Queue outside of any transaction."""
-    return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
