@@ -121,7 +121,8 @@ def test_a_length_that_is_no_number_reaches_nothing(door: Door, key: str, length
             answer = wire.answer()
             assert answer.status == 400
             if answer.headers["Content-Type"] == "application/problem+json":
-                assert answer.problem() == (400, "body_unreadable")
+                # hypercorn takes two equal lengths for one.
+                assert answer.problem()[1] in {"body_unreadable", "body_incomplete"}
     assert door.runs(key) == 0
 
 
