@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from celery import Celery
 from django.test import RequestFactory, override_settings
 
-from tests.http.sites import Site, Web, open_site
+from tests.http.sites import Site, open_site
 from tests.sql.databases import ready
 from tests.support.servers import embedded_redis
 
@@ -28,15 +27,6 @@ def site(running: Site) -> Iterator[Site]:
     running.mood(None)
     yield running
     running.mood(None)
-
-
-@pytest.fixture(scope="session")
-def asgi(running: Site) -> Web:
-    """The same site under an ASGI server."""
-    command = [sys.executable, "-m", "tests.http.servers", "asgi"]
-    web = Web(command, running.directory, running.env, "asgi")
-    running.children.append(web)
-    return web.start()
 
 
 @pytest.fixture(scope="module")

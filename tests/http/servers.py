@@ -1,4 +1,4 @@
-"""The servers of the tests; ``python -m tests.http.servers asgi|wsgi PORT_FILE`` serves the site by one of them."""
+"""The servers of the tests; ``python -m tests.http.servers PORT_FILE`` serves the site under ASGI."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ def hypercorn(load: Load) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "asgi":
-        from django.core.asgi import get_asgi_application
+    from django.core.asgi import get_asgi_application
 
-        uvicorn(get_asgi_application)
-    else:
-        from django.core.wsgi import get_wsgi_application
-
-        gunicorn(get_wsgi_application, threads=1)
+    uvicorn(get_asgi_application)

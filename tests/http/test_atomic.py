@@ -94,9 +94,7 @@ def test_an_answer_of_5xx_rolls_the_payment_back(bank: Site, rows: Rows) -> None
 
 
 def test_a_coroutine_is_part_of_the_transaction_too(bank: Site, rows: Rows) -> None:
-    asgi = Web(
-        [sys.executable, "-m", "tests.http.servers", "asgi"], bank.directory, bank.env, "asgi"
-    )
+    asgi = Web([sys.executable, "-m", "tests.http.servers"], bank.directory, bank.env, "asgi")
     bank.children.append(asgi)
     asgi.start()
     for status, kept in ((201, 1), (500, 0)):
