@@ -76,9 +76,3 @@ def test_a_former_address_leads_to_the_new_one(built: Path, name: str) -> None:
     target, _, anchor = MOVED[name].partition("#")
     assert f'"refresh" content="0; url={MOVED[name]}"' in (built / f"{name}.html").read_text()
     assert not anchor or f'id="{anchor}"' in (built / target).read_text()
-
-
-def test_a_browser_goes_there(page: Page, built: Path) -> None:
-    name = next(iter(MOVED))
-    page.goto((built / f"{name}.html").as_uri())
-    page.wait_for_url(f"**/{MOVED[name]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -86,34 +86,6 @@ def test_a_double_click_pays_once(open_as: OpenAs, site: Site) -> None:
     press(page)
     expect_answer(page, 3, "200 COMPLETED", repeated="yes")
     expect_paid(page, site)
-
-
-# Trouble --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_lost_answer_is_asked_for_again(
-    open_as: OpenAs, site: Site, complaints: list[str]
-) -> None:
-    page = open_as("alice", "/pay/")
-
-    def lose(route: Any) -> None:
-        if route.request.method == "POST":
-            assert route.fetch().status == 202
-            route.abort()
-        else:
-            route.continue_()
-
-    page.route("**/payments/", lose)
-    press(page)
-    expect(page.get_by_role("alert")).to_contain_text("Press again")
-    expect(answers(page)).to_contain_text(["No answer"])
-    page.unroute("**/payments/")
-    press(page)
-    expect_answer(page, 2, "20", repeated="yes")
-    expect(page.get_by_role("alert")).to_be_hidden()
-    expect_paid(page, site)
-    assert [each for each in complaints if "net::ERR_FAILED" not in each] == []
-    complaints.clear()
 
 
 # Every page -----------------------------------------------------------------------------------------------------------
