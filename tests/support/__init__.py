@@ -8,7 +8,7 @@
 - A task that waits: ``gate``. A message to deliver twice: ``Site.message`` and ``Site.deliver``.
 - A lost request, a lost answer, a server that is away: ``proxy.Proxy``.
 - A server: ``redis_url`` (others use it, too), ``databases`` (unused ones), ``private_redis`` (to be broken),
-  ``persistent_redis`` (that keeps its data), ``rabbitmq``; ``postgres`` for a PostgreSQL to be struck.
+  ``persistent_redis`` (that keeps its data), ``rabbitmq``.
 - What callers see: ``watch.States`` (of one task), ``watch.Results`` (of all).
 - A run without Celery: ``runs``. A record in some state: ``records``. What was reported: ``telling.listening``.
 - A condition: ``waiting.wait_for``. The time of a test is never waited for.
