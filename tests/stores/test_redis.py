@@ -82,27 +82,6 @@ class TestRedis(RedisContract):
         assert claim(store).token > first.token
 
 
-class TestRESP3(RedisContract):
-    """Maps, floats and nested pairs in place of flat lists of bytes."""
-
-    brief = few_cells = True
-
-    @pytest.fixture
-    def store(self, redis_url: str, prefix: str):
-        store = RedisStore(f"{redis_url}?protocol=3", prefix=prefix)
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def nodes(self, redis_client: redis.Redis) -> list[redis.Redis]:
-        return [redis_client]
-
-    def test_the_servers_are_described(self, store):
-        (server,) = store.facts()
-        assert server.persistent in (True, False)
-        assert server.release >= (6, 2)
-
-
 class TestValkey(RedisContract):
     brief = few_cells = True
 

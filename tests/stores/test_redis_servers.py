@@ -118,6 +118,9 @@ class TestParsers:
         store.count({("charge", "completed"): 2})
         assert [each.count for each in store.counts(hours=1)] == [2]
         assert store.interrupt(KEY, token=claim(store).token)
+        (server,) = store.facts()
+        assert server.persistent in (True, False)
+        assert server.release >= (6, 2)
         interrupted = Selection(states=frozenset({State.INTERRUPTED}))
         assert [each.identity for each in store.list(interrupted).records] == [KEY]
 
