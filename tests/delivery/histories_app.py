@@ -145,7 +145,7 @@ def begin(task: Any, label: str) -> None:
 
 
 def _wait(condition: Any) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
 
