@@ -112,8 +112,11 @@ def swap(self: Any, label: str, queue: str) -> None:
     raise self.replace(self.app.tasks["step"].s(f"{label}'").set(queue=queue))
 
 
-def keyed(self: Any, label: str, mood: str = "") -> str:
-    """Do what the mood says, but for a refusal only the first time; no two runs return the same."""
+def keyed(self: Any, label: str, mood: str = "", aside: str = "") -> str:
+    """Do what the mood says, but for a refusal only the first time; no two runs return the same.
+
+    The message of a retry waits in the queue ``aside``.
+    """
     begin(self, label)
     first = Ledger.from_env().count("effect", label) == 1
     match mood:
@@ -122,7 +125,7 @@ def keyed(self: Any, label: str, mood: str = "") -> str:
         case "fails" if first:
             raise ValueError(label)
         case "retries" if first:
-            raise self.retry(countdown=2)
+            raise self.retry(countdown=0, queue=aside)
     Ledger.from_env().append("end", label, self.request.id)
     return uuid.uuid4().hex
 

@@ -15,23 +15,21 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sb
 _QUIET = {"RUNLEVEL": "1", "DEBIAN_FRONTEND": "noninteractive"}
 
 
-def program(*names: str, package: str, places: str = "none") -> str | None:
-    """Return the path of the first of these programs, which CI installs, or ``None``; the newest of ``places``."""
-    found = _find(names, places)
+def program(*names: str, package: str) -> str | None:
+    """Return the path of the first of these programs, which CI installs, or ``None``."""
+    found = _find(names)
     if found or not (os.environ.get("CI") and os.geteuid() == 0 and shutil.which("apt-get")):
         return found
     # One process of the tests at a time: apt-get does not wait for another.
     with Path(tempfile.gettempdir(), "celery-idempotent-apt").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _find(names, places):
+        if not _find(names):
             environment = {**os.environ, **_QUIET}
             for words in (("update",), ("install", "-y", "--no-install-recommends", package)):
                 command = ("apt-get", "-q", *words)
                 subprocess.run(command, check=False, timeout=600, env=environment)
-    return _find(names, places)
+    return _find(names)
 
 
-def _find(names: tuple[str, ...], places: str) -> str | None:
-    newest_first = sorted(map(str, Path("/").glob(places)), reverse=True)
-    path = os.pathsep.join([*newest_first, _PATH])
-    return next((found for name in names if (found := shutil.which(name, path=path))), None)
+def _find(names: tuple[str, ...]) -> str | None:
+    return next((path for name in names if (path := shutil.which(name, path=_PATH))), None)

@@ -19,7 +19,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.stores.servers import answers, free_port
-from tests.support import postgres
 from tests.support.proxy import Proxy
 from tests.support.servers import embedded
 from tests.support.waiting import wait_for
@@ -248,12 +247,19 @@ class Servers:
         return found
 
     def _open_postgresql(self) -> str:
-        port = free_port()
-        command = [*self.shifted, *postgres.prepare(self._home("postgres", port))]
-        command += ["-p", port, "-h", _HOST]
+        port, user = free_port(), "nobody" if os.geteuid() == 0 else ""
+        home = self._home("postgres", port, user)
+        become: list[Any] = ["setpriv", f"--reuid={user}", "--clear-groups"] if user else []
+        places = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")))
+        init = [*become, _program("initdb", *places[-1:]), "-D", home / "data", "-N"]
+        subprocess.run(
+            [*init, "-U", "tests", "-E", "UTF8"], check=True, capture_output=True, cwd="/"
+        )
+        command = [*become, *self.shifted, _program("postgres", *places[-1:]), "-D", home / "data"]
+        command += ["-p", port, "-h", _HOST, "-k", home, "-F"]  # it survives the crash of a process
         return self._open_database(
             "postgres", command, port, "SELECT 1", ENGINE="django.db.backends.postgresql",
-            NAME="postgres", USER=postgres.USER, OPTIONS={"connect_timeout": 3},
+            NAME="postgres", USER="tests", OPTIONS={"connect_timeout": 3},
         )  # fmt: skip
 
     def _open_mariadb(self) -> str:
@@ -278,8 +284,7 @@ class Servers:
             if kind == "postgres":
                 from psycopg import connect
 
-                about = f"host={_HOST} port={port} user={postgres.USER} dbname=postgres"
-                connection: Any = connect(about)
+                connection: Any = connect(f"host={_HOST} port={port} user=tests dbname=postgres")
             else:
                 import pymysql
 
