@@ -265,6 +265,27 @@ class ManyContract(ContractBase):
         report = store.sweep(limit=10, requeue_ms=self.lease_ms)
         assert [record.identity for record in report.requeued] == ([swept.identity] if over else [])
 
+    def test_the_times_doubled_are_counted_over_claims(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """A task that kills its worker each time is published ever more rarely, though each copy is claimed."""
+        for doubled in range(3):
+            self.claim(store, on_stale="requeue", message=MESSAGE)
+            advance(self.lease_ms + 1)
+            (record,) = store.sweep(limit=10, requeue_ms=1000).requeued
+            assert record.deadline_ms == record.updated_ms + 1000 * 2**doubled
+            assert record.crashes == doubled + 1
+
+    def test_a_reservation_says_whether_its_transaction_may_be_rolled_back(
+        self, store: Store
+    ) -> None:
+        """A request that meets an uncommitted one waits for its COMMIT instead of promising that the task will run."""
+        for uncommitted in (True, False, True):
+            record = self.reserve(store, uncommitted=uncommitted)
+            assert record.uncommitted is uncommitted
+            assert self.found(store) == record
+        assert self.claim(store).uncommitted is False
+
     def test_an_owner_that_comes_back_settles_for_the_copy_that_a_sweep_sent(
         self, store: Store, advance: Advance, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,6 +12,7 @@ from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
+from tests.contract.base import KEY as CLAIMED
 from tests.contract.base import MESSAGE
 from tests.stores.verbs import KEEP_MS, LEASE_MS, claim
 
@@ -36,6 +37,12 @@ class TestMemoryStore(StoreContract):
         for times in range(13):
             assert len(store.sweep(limit=10, requeue_ms=1_000).requeued) == 1
             advance(1_000 * 2 ** min(times, 10) + 1)
+
+    def test_what_waits_for_its_retry_outlives_the_claim_by_as_long(self, store, advance):
+        record = self.claim(store, message=MESSAGE)
+        assert store.release(CLAIMED, token=record.token, requeue_ms=self.lease_ms)
+        advance(self.lease_ms + self.keep_ms + 1)
+        assert store.get(CLAIMED) is not None
 
     @pytest.fixture
     def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
