@@ -52,9 +52,10 @@ class Cell:
     acks: str
     label: str = ""
     error: BaseException | None = None
-    #: When the worker may be killed, and whose messages the broker must have then.
+    #: When the worker may be killed, and whose messages the broker must have then, and must not have.
     is_vulnerable: Callable[[], bool] | None = None
     kept: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
     #: What was seen, to be looked at again when everything is over.
     _seen: list[Callable[[], None]] = field(default_factory=list)
 
@@ -277,6 +278,7 @@ def worker_killed(cell: Cell) -> Steps:
     comes_back = cell.acks == "late", cell.policy == "retry" or SHOWS[cell.policy] == ["SUCCESS"]
     lost = cell.acks == "early" and cell.policy == "wait"
     cell.kept = [first.id] * comes_back[0] + [second.id] * (comes_back[1] and not lost)
+    cell.done = [second.id] * cell.lets_go
     cell.is_vulnerable = partial(_is_where_it_should_be, cell, second)
     yield lambda: cell.is_vulnerable is None  # it was killed
     cell.end()
@@ -364,9 +366,13 @@ def kill_when_prepared(stand: Stand, doomed: list[Cell]) -> None:
     stand.lead.freeze()
     if stand.broker == "redis":
         with redis.Redis.from_url(stand.settings["broker_url"]) as client:
-            kept = [task_id for each in waiting for task_id in each.kept]
-            has_all = all(copies(client, stand.queue, task_id) for task_id in kept)
-        if not has_all:
+
+            def has(task_id: str) -> int:
+                return copies(client, stand.queue, task_id)
+
+            has_all = all(has(task_id) for each in waiting for task_id in each.kept)
+            has_more = any(has(task_id) for each in waiting for task_id in each.done)
+        if has_more or not has_all:
             stand.lead.thaw()
             return
     os.killpg(stand.lead.pid, signal.SIGKILL)  # its supervisor starts it again
