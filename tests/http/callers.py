@@ -119,14 +119,11 @@ class Client:
         path: str = "/pay",
         query: str = "",
         content_type: str = "application/json",
-        length: str | None = None,
         **headers: str,
     ) -> Answer:
         given = {"Content-Type": content_type, "Content-Length": str(len(body)), **self.headers}
         if key is not None:
             given["Idempotency-Key"] = key
-        if length is not None:
-            given["Content-Length"] = length
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         return self._ask(method, path, query, body, {k: v for k, v in given.items() if v})
 
@@ -212,8 +209,7 @@ class WsgiClient(Client):
             started.append((status, headers))
             return write
 
-        is_valid = environ.get("CONTENT_LENGTH", "0").isdecimal()
-        iterable = (validator(self.app) if is_valid else self.app)(environ, start_response)
+        iterable = validator(self.app)(environ, start_response)
         for part in iterable:
             with suppress(OSError):
                 write(part)
