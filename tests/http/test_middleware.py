@@ -363,10 +363,13 @@ def test_what_fails_after_the_response_is_for_the_server_and_changes_no_record()
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert scope["extensions"] == {"tls": {}}
         assert (await receive())["body"] == b"whole body"
+        gone = asyncio.ensure_future(receive())
+        await asyncio.sleep(0.01)
+        assert not gone.done(), "it still works for its client"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"done"})
         assert current_claim() is None
-        assert await receive() == {"type": "http.disconnect"}
+        assert await gone == {"type": "http.disconnect"}
         raise ZeroDivisionError
 
     client, key = asgi(app), new_key()
