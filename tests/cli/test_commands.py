@@ -102,6 +102,8 @@ ALL_BUT_COMPLETED = {"running", "stale", "crashed", "declined", "queued", "of ac
     [
         ("", ALL_BUT_COMPLETED),
         ("--state completed", {"done", "paid by acme"}),
+        ("--state live", {"running", "queued"}),
+        ("--state stale", {"stale"}),
         ("--scope acme --state any", {"of acme", "paid by acme"}),
         ("--key done", {"done"}),
         ("--since 10m", ALL_BUT_COMPLETED),
