@@ -78,7 +78,7 @@ def test_the_first_page_tells_what_is_wrong(store: Any, serve: Serve, operator: 
         "declined FAILED 0 s ago shop.charge Declined: no funds",
         "live PROCESSING",
     ):
-        assert told in text(page), told
+        assert told in re.sub(r"\d+ s ago", "0 s ago", text(page)), told
     assert address("done") not in page.content.decode()
     links = re.findall(rf'href="({LIST}\?[^"]+)"', page.content.decode())
     found = {each: keys(operator.get(unescape(each))) for each in links}
