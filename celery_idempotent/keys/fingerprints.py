@@ -18,12 +18,10 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from json.encoder import (  # type: ignore[attr-defined]  # typeshed does not know the first
-    c_make_encoder,
-    encode_basestring_ascii,
-)
+from json import encoder
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from kombu.utils.json import JSONEncoder
@@ -44,9 +42,15 @@ _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
 #: Writes most forms, in parts, with sorted keys. It sorts them as they are: 9 before 10, which are texts after the
 #: broker. ``JSONEncoder`` makes such a writer for each value, which takes as long as the writing.
-_write_parts: Callable[[object, int], Sequence[str]] = c_make_encoder(
-    None, _kombu_reduce, quote, None, ":", ",", True, False, True
-)
+_write_parts: Callable[[Any, Any], Iterable[str]]
+try:
+    _write_parts = encoder.c_make_encoder(  # type: ignore[attr-defined]
+        None, _kombu_reduce, quote, None, ":", ",", True, False, True
+    )
+except (AttributeError, TypeError):  # an interpreter that has none, or another
+    _write_parts = json.JSONEncoder(
+        check_circular=False, sort_keys=True, separators=(",", ":"), default=_kombu_reduce
+    ).iterencode
 #: A first key that may not have been a text: then no key of its dict was, or it could not be sorted.
 _CONVERTED_KEY = re.compile(r'\{"(?=[-0-9INtf])(?:-?[0-9][^"]*|-?Infinity|NaN|true|false)":')
 
