@@ -98,7 +98,9 @@ def test_one_redis_for_store_and_broker_down_loses_nothing(
     (child,) = worker.children()
     worker.freeze(child)
     sent = stage.send("work", "work")
+    # Once the main process takes another message, the first is in the pipe of the child.
     stage.says(worker, f"work[{sent.id}] received")
+    stage.says(worker, f"work[{stage.send('work', 'behind').id}] received")
     persistent_redis.kill()
     worker.thaw(child)
     stage.says(worker, f"work[{sent.id}] reject requeue=True")

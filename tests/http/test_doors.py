@@ -138,9 +138,11 @@ def test_a_body_that_breaks_off_reaches_nothing(
         pass  # hangs up
     with door.connected(key, **asked) as wire:
         wire.stop()
-        # A server of ASGI tells the application, and its client nothing.
+        # A server of ASGI tells the application, and its client nothing, or answers by itself.
         with contextlib.suppress(http.client.HTTPException, OSError):
-            assert wire.answer().problem() == (400, "body_incomplete")
+            answer = wire.answer()
+            assert answer.status == 400
+            assert not answer.body or answer.problem() == (400, "body_incomplete")
     answer = door.ask(key, kind=kind, body=whole)
     assert (answer.status, answer.replayed, answer.json["run"]) == (201, False, 1)
 
