@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import secrets
 import signal
@@ -24,7 +23,6 @@ from benchmarks import (
     sql,
     worker,
 )
-from benchmarks.figures import Figure
 from benchmarks.session import BenchmarkError, Session, machine
 
 _BENCHMARKS = {
@@ -44,11 +42,8 @@ _BENCHMARKS = {
 @click.argument("names", nargs=-1, type=click.Choice(list(_BENCHMARKS)))
 @click.option("--quick", is_flag=True, help="A look, in three minutes or so.")
 @click.option("--saturated", is_flag=True, help="With server: verbs of many clients at once.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; tables go to stderr.")
 @click.option("--seed", type=int, help="For the same order of blocks again.")
-def main(
-    names: tuple[str, ...], quick: bool, saturated: bool, as_json: bool, seed: int | None
-) -> None:
+def main(names: tuple[str, ...], quick: bool, saturated: bool, seed: int | None) -> None:
     """Measure what IdempotentTask costs, against celery.Task in the same run, on a Redis of its own. Each figure is a
     median, beside it the quartiles.
 
@@ -56,13 +51,11 @@ def main(
     """
     chosen = names or [name for name in _BENCHMARKS if _possible(name, quick=quick)]
     seed = secrets.randbelow(10_000) if seed is None else seed
-    # What a program reads goes to stdout alone.
-    console = Console(stderr=as_json)
+    console = Console()
     if not console.is_terminal:
         console.width = 130
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    figures: list[Figure] = []
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task("starting")
@@ -75,18 +68,11 @@ def main(
                 run, title = _BENCHMARKS[name]
                 if saturated and name == "server":
                     run, title = saturation.run, "Verbs in a second of the server's processor"
-                measured = list(run(session))
-                report.show(console, f"{name}: {title}", measured)
-                figures += measured
+                report.show(console, f"{name}: {title}", list(run(session)))
     except BenchmarkError as trouble:
         print(f"The benchmark could not be run: {trouble}", file=sys.stderr)
         sys.exit(2)
-    if as_json:
-        shown = {"machine": dict(about), "figures": [figure.as_json() for figure in figures]}
-        json.dump(shown, sys.stdout, indent=2)
-        print()
-    else:
-        console.print(f"\nSeed {seed}. How it is measured: docs/comparison.md", style="dim")
+    console.print(f"\nSeed {seed}. How it is measured: docs/comparison.md", style="dim")
 
 
 def _possible(name: str, *, quick: bool) -> bool:

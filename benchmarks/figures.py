@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,6 @@ class Figure:
     def met(self) -> bool | None:
         """Is the goal reached? None if there is none."""
         return None if self.goal is None else self.value.median <= self.goal
-
-    def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "met": self.met}
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

@@ -26,17 +26,11 @@ from benchmarks.operations import (
 )
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 
-#: What a statement by hand needs, by server.
-_TABLES = {
-    "PostgreSQL": "CREATE TABLE bare (digest bytea PRIMARY KEY, token bigint NOT NULL, state char NOT NULL,"
-    " name text NOT NULL, value bytea) WITH (fillfactor = 70)",
-    "MariaDB": "CREATE TABLE bare (digest binary(16) PRIMARY KEY, token bigint NOT NULL,"
-    " state char NOT NULL, name text NOT NULL, value blob)",
-}
-_INSERTS = {
-    "PostgreSQL": "INSERT INTO bare VALUES (%s, 17, 'P', %s, NULL) ON CONFLICT (digest) DO NOTHING",
-    "MariaDB": "INSERT IGNORE INTO bare VALUES (%s, 17, 'P', %s, NULL)",
-}
+_TABLE = (
+    "CREATE TABLE bare (digest char(32) PRIMARY KEY, token bigint NOT NULL, state char(1) NOT NULL,"
+    " name text NOT NULL, value text)"
+)
+_INSERT = "INSERT INTO bare VALUES (%s, 17, 'P', %s, NULL)"
 _LOCK = "SELECT state FROM bare WHERE digest = %s AND token = %s FOR UPDATE"
 _UPDATE = "UPDATE bare SET state = 'C', value = %s WHERE digest = %s AND token = %s"
 
@@ -46,8 +40,7 @@ def main(server: str, rounds: int, calls: int, seed: int) -> None:
         from celery_idempotent.django import outbox
         from celery_idempotent.django.store import DjangoStore
 
-        execute(_TABLES[server])
-        insert = functools.partial(execute, _INSERTS[server])
+        execute(_TABLE)
         store, free = DjangoStore(), map(identity, itertools.count())
         app = Celery("bench", broker="memory://", set_as_current=False)
         app.conf.idempotency_store = "django://default"
@@ -55,34 +48,34 @@ def main(server: str, rounds: int, calls: int, seed: int) -> None:
         @app.task(ignore_result=True)
         def plain() -> None: ...
 
-        def by_hand(pair: Callable[[str, bytes], None]) -> Callable[[], Call]:
+        def by_hand(pair: Callable[[str, str], None]) -> Callable[[], Call]:
             """Each call has a key of its own, and the digest of that."""
 
             def prepare() -> Call:
                 key = next(free).key
-                return functools.partial(pair, key, hashlib.sha256(key.encode()).digest()[:16])
+                return functools.partial(pair, key, hashlib.sha256(key.encode()).hexdigest()[:32])
 
             return prepare
 
-        def bare(key: str, digest: bytes) -> None:
-            insert((digest, key))
-            execute(_UPDATE, (RESULT.body, digest, 17))
+        def bare(key: str, digest: str) -> None:
+            execute(_INSERT, (digest, key))
+            execute(_UPDATE, (RESULT.body.decode(), digest, 17))
 
-        def in_transaction(key: str, digest: bytes) -> None:
+        def in_transaction(key: str, digest: str) -> None:
             """What an atomic run promises: a claim that others see, a lock, an end that commits with the writes."""
-            insert((digest, key))
+            execute(_INSERT, (digest, key))
             with transaction.atomic():
                 execute(_LOCK, (digest, 17))
-                execute(_UPDATE, (RESULT.body, digest, 17))
+                execute(_UPDATE, (RESULT.body.decode(), digest, 17))
 
-        def published(key: str, digest: bytes) -> None:
+        def published(key: str, digest: str) -> None:
             with transaction.atomic():
-                insert((digest, key))
+                execute(_INSERT, (digest, key))
                 transaction.on_commit(lambda: plain.apply_async())
 
-        def staged(key: str, digest: bytes) -> None:
+        def staged(key: str, digest: str) -> None:
             with transaction.atomic():
-                insert((digest, key))
+                execute(_INSERT, (digest, key))
                 outbox.stage(plain)
 
         def completed() -> Record:

@@ -24,32 +24,38 @@ CANDIDATES: dict[str, tuple[str, str, float | None]] = {
 def run(session: Session) -> Iterator[Figure]:
     """Drain one queue with one worker, blocks of all tasks interleaved."""
     # First comes the one that has to run once before the measured rounds replay it.
-    everything = list(CANDIDATES)
-    main, few = everything[:5], session.choose(quick=5, full=24)
-    yield from _measure(session, "solo", everything, 50, session.choose(quick=16, full=60))
+    main = dict(list(CANDIDATES.items())[:5])
+    few = session.choose(quick=5, full=24)
+    yield from measure(session, "solo", CANDIDATES, 50, session.choose(quick=16, full=60))
     if not session.quick:
-        yield from _measure(session, "prefork -c 1", main, 50, 60)
-    yield from _measure(session, "prefork -c 2", main, 200, few)
-    yield from _measure(session, "gevent -c 20", main, 200, few)
+        yield from measure(session, "prefork -c 1", main, 50, 60)
+    yield from measure(session, "prefork -c 2", main, 200, few)
+    yield from measure(session, "gevent -c 20", main, 200, few)
 
 
-def _measure(
-    session: Session, pool: str, candidates: Sequence[str], block: int, rounds: int
+def measure(
+    session: Session,
+    pool: str,
+    candidates: Mapping[str, tuple[str, str, float | None]],
+    block: int,
+    rounds: int,
+    *,
+    peers: bool = False,
 ) -> Iterator[Figure]:
-    tasks = [*candidates, *sorted({CANDIDATES[each][1] for each in candidates})]
+    """Drain one queue of all, and of their baselines; ``peers``: with tasks of other libraries."""
+    tasks = [*candidates, *sorted({baseline for _, baseline, _ in candidates.values()})]
     plan = Plan.interleaved(tasks, rounds=rounds, size=block, order=session.random)
     session.steps(plan.messages, f"worker, {pool}")
     with session.server() as server, session.directory() as directory:
-        blocks = plan.measured(
-            drain(plan, server, directory, *f"-P {pool}".split(), step=session.step)
-        )
+        pools = f"-P {pool}".split()
+        stamps = drain(plan, server, directory, *pools, step=session.step, peers=peers)
+        blocks = plan.measured(stamps)
     _check(blocks)
     wall, cpu = (
         {task: [clock(block) for block in found] for task, found in blocks.items()}
         for clock in (wall_per_task, cpu_per_task)
     )
-    for name in candidates:
-        label, baseline, goal = CANDIDATES[name]
+    for name, (label, baseline, goal) in candidates.items():
         against = (baseline, BASELINES[baseline])
         yield compared("worker", f"{label} ({pool})", wall, cpu, name, against, goal)
 
