@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import redis
+
 from benchmarks.figures import Figure, compared
 from benchmarks.libraries import installed
 from benchmarks.publish import time_blocks
@@ -19,11 +21,13 @@ def run(session: Session) -> Iterator[Figure]:
     """Publish blocks of all in shuffled order, then drain one queue of all with one worker."""
     names = {_OURS: "IdempotentTask, key of an argument"}
     names |= {name: peer.label for name, peer in installed().items()}
-    # celery-once has one client a process, for whichever app came first: the workers are processes of their own.
+    drained = {name: (label, "plain", None) for name, label in names.items()}
+    rounds = session.choose(quick=12, full=60)
+    # One server for both: celery-once has one client a process, for whichever app came first.
     with session.server() as server:
         yield from _published(session, server, names)
-    drained = {name: (label, "plain", None) for name, label in names.items()}
-    yield from measure(session, "solo", drained, 50, session.choose(quick=12, full=60), peers=True)
+        redis.Redis(port=server.port).flushall()
+        yield from measure(session, "solo", drained, 50, rounds, peers=server)
 
 
 def _published(session: Session, server: Server, names: Mapping[str, str]) -> Iterator[Figure]:

@@ -45,15 +45,12 @@ def main(server: str, rounds: int, calls: int, seed: int) -> None:
         app = Celery("bench", broker="memory://", set_as_current=False)
         app.conf.idempotency_store = "django://default"
 
-        @app.task(ignore_result=True)
-        def plain() -> None: ...
+        plain = app.task(ignore_result=True)(identity)  # never run
 
-        def by_hand(pair: Callable[[str, str], None]) -> Callable[[], Call]:
-            """Each call has a key of its own, and the digest of that."""
-
+        def by_hand(call: Callable[[str, str], None]) -> Callable[[], Call]:
             def prepare() -> Call:
                 key = next(free).key
-                return functools.partial(pair, key, hashlib.sha256(key.encode()).hexdigest()[:32])
+                return functools.partial(call, key, hashlib.sha256(key.encode()).hexdigest()[:32])
 
             return prepare
 
@@ -71,25 +68,24 @@ def main(server: str, rounds: int, calls: int, seed: int) -> None:
         def published(key: str, digest: str) -> None:
             with transaction.atomic():
                 execute(_INSERT, (digest, key))
-                transaction.on_commit(lambda: plain.apply_async())
+                transaction.on_commit(lambda: plain.apply_async((1,)))
 
         def staged(key: str, digest: str) -> None:
             with transaction.atomic():
                 execute(_INSERT, (digest, key))
-                outbox.stage(plain)
+                outbox.stage(plain, (1,))
 
-        def completed() -> Record:
-            record = claim(store, next(free))
-            settle(store, record)
+        def pair(identity: Identity) -> Record:
+            settle(store, record := claim(store, identity))
             return record
 
         operations: dict[str, Callable[[], Call]] = {
             "bare INSERT and UPDATE": by_hand(bare),
             "a transaction by hand": by_hand(in_transaction),
-            "claim and settle": lambda: functools.partial(_pair, store, next(free)),
+            "claim and settle": lambda: functools.partial(pair, next(free)),
             "in the task's own transaction": lambda: functools.partial(_atomic, store, next(free)),
             "claim of a completed key (replay)": lambda: prepared_claim(
-                store, completed().identity
+                store, pair(next(free)).identity
             ),
             "renew": lambda: prepared_renew(store, claim(store, next(free))),
             "INSERT, COMMIT, publish": by_hand(published),
@@ -97,10 +93,6 @@ def main(server: str, rounds: int, calls: int, seed: int) -> None:
         }
         time_in_rounds(operations, rounds, calls, seed)
         store.close()
-
-
-def _pair(store: Any, identity: Identity) -> None:
-    settle(store, claim(store, identity))
 
 
 def _atomic(store: Any, identity: Identity) -> None:

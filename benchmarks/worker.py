@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 from benchmarks.figures import Figure, compared
 from benchmarks.publish import BASELINES
-from benchmarks.session import BenchmarkError, Session
+from benchmarks.session import BenchmarkError, Server, Session
 from benchmarks.stamps import Stamp, cpu_per_task, wall_per_task
 from benchmarks.workers import Plan, drain
 
@@ -40,15 +41,16 @@ def measure(
     block: int,
     rounds: int,
     *,
-    peers: bool = False,
+    peers: Server | None = None,
 ) -> Iterator[Figure]:
-    """Drain one queue of all, and of their baselines; ``peers``: with tasks of other libraries."""
+    """Drain one queue of all, and of their baselines; on the server of ``peers``: with tasks of other libraries."""
     tasks = [*candidates, *sorted({baseline for _, baseline, _ in candidates.values()})]
     plan = Plan.interleaved(tasks, rounds=rounds, size=block, order=session.random)
     session.steps(plan.messages, f"worker, {pool}")
-    with session.server() as server, session.directory() as directory:
+    own = session.server() if peers is None else nullcontext(peers)
+    with own as server, session.directory() as directory:
         pools = f"-P {pool}".split()
-        stamps = drain(plan, server, directory, *pools, step=session.step, peers=peers)
+        stamps = drain(plan, server, directory, *pools, step=session.step, peers=bool(peers))
         blocks = plan.measured(stamps)
     _check(blocks)
     wall, cpu = (
