@@ -439,10 +439,8 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
             message = run.kept_message()
         except Exception as error:  # noqa: BLE001  of arguments of any kind
             logger.warning("idempotency: the message of %s is not kept: %s", run.identity, error)
-    keep_ms, words = (
-        run.policy.settled_keep_ms,
-        signals.error_in_words(outcome) if state is FAILED else "",
-    )
+    keep_ms = run.policy.settled_keep_ms
+    words = signals.error_in_words(outcome) if state is FAILED else ""
     return SettleRequest(
         run.record, state, value, keep_ms, run.replaced, message=message, error=words
     )
