@@ -117,7 +117,8 @@ class Replay:
         attempt = stored.attempt if again and stored else b"%08d" % self._next
         token, claim = call.token, None
         if token is not None:
-            token += stored.record.token if stored else self.table.highest or 1
+            # No token is below zero, also where there has been none.
+            token = max(token + (stored.record.token if stored else self.table.highest or 1), 0)
         if call.claim:
             claim = replace(stored_of(call.claim, 0).record, token=token or 0)
             if stored is not None:  # the model counts to two
