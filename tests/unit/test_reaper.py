@@ -11,8 +11,8 @@ from celery.schedules import crontab
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP, sweep
-from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import Identity, State
+from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
+from celery_idempotent.records import Identity, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
@@ -131,6 +131,35 @@ class TestSweep:
         assert "work key stale of t@host:1 is INTERRUPTED (crash 1): the lease ran out" in (
             caplog.text
         )
+
+    def test_what_a_sweep_could_not_fail_is_failed_by_the_next_call(
+        self, store, clock, monkeypatch
+    ):
+        app = make_app(store)
+        task = define(app, idempotency_on_stale="fail")
+        held = self.hold(store, "a", on_stale="fail")
+        clock.advance(1000)
+
+        def away(_: object) -> bool:
+            raise StoreUnavailable("away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "settle", away)
+            with pytest.raises(StoreUnavailable):
+                sweep(app)
+        assert store.get(held).state is State.INTERRUPTED
+        assert sweep(app)["failed"] == 0
+        with pytest.raises(ProcessingTimedOut):
+            task.apply(idempotency_key="a", throw=True)
+        assert store.get(held).state is State.FAILED
+
+    def test_the_owner_of_a_key_that_a_sweep_failed_completes_it_all_the_same(self, store, clock):
+        record = store.get(self.hold(store, "late", on_stale="fail"))
+        clock.advance(1000)
+        assert sweep(make_app(store))["failed"] == 1
+        end = SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=100_000)
+        assert store.settle(end)
+        assert store.get(record.identity).state is State.COMPLETED
 
     def test_a_key_that_was_claimed_and_released_meanwhile_is_not_failed(
         self, store, clock, monkeypatch
