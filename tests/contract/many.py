@@ -286,6 +286,13 @@ class ManyContract(ContractBase):
             assert self.found(store) == record
         assert self.claim(store).uncommitted is False
 
+    def test_a_key_that_was_reserved_waits_for_its_retry(self, store: Store) -> None:
+        """Also where the publisher kept no message: the retry is on its way."""
+        self.reserve(store)
+        claimed = self.claim(store)
+        assert store.release(KEY, token=claimed.token, requeue_ms=self.lease_ms)
+        assert self.found(store).state is State.QUEUED
+
     def test_an_owner_that_comes_back_settles_for_the_copy_that_a_sweep_sent(
         self, store: Store, advance: Advance, monkeypatch: pytest.MonkeyPatch
     ) -> None:
