@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
@@ -47,7 +47,7 @@ _HOST = socket.gethostname()
 _ORIGIN = os.urandom(4).hex()
 
 
-@cache
+@lru_cache(maxsize=64)  # pids of other machines' records are asked for, too
 def worker_name(pid: int) -> str:
     """Return the name of this process, or of a child that it forked, in records: ``hostname:pid/id``."""
     return f"{_HOST}:{pid}/{_ORIGIN}"

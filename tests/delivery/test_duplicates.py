@@ -11,7 +11,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -200,12 +200,17 @@ def after_completion(cell: Cell) -> Steps:
     assert cell.count("end") == cell.count("effect") == 1
 
 
-def after_permanent_failure(cell: Cell) -> Steps:
+def one_after_the_other(cell: Cell, task: str) -> Generator[Any, None, tuple[Any, Any]]:
     cell.end()
-    first = cell.publish("refused")
+    first = cell.publish(task)
     yield cell.ended(first)
-    second = cell.publish("refused")
+    second = cell.publish(task)
     yield cell.ended(second)
+    return first, second
+
+
+def after_permanent_failure(cell: Cell) -> Steps:
+    first, second = yield from one_after_the_other(cell, "refused")
     cell.shows(second, ["FAILURE"])
     assert repr(second.result) == repr(first.result)
     assert cell.label in str(second.result)
@@ -214,11 +219,7 @@ def after_permanent_failure(cell: Cell) -> Steps:
 
 def after_failure(cell: Cell) -> Steps:
     """The first run failed, and gave its key back."""
-    cell.end()
-    first = cell.publish("fails")
-    yield cell.ended(first)
-    second = cell.publish("fails")
-    yield cell.ended(second)
+    first, second = yield from one_after_the_other(cell, "fails")
     cell.shows(first, ["FAILURE"])
     cell.shows(second, ["SUCCESS"])
     assert (cell.count("effect"), cell.count("end")) == (2, 1)
