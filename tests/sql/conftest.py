@@ -76,8 +76,9 @@ def open_store(
         own = connections[alias]
         if own.connection is not None and not own.is_usable():
             own.close()  # another test ended every session there was
-        databases.clear(alias)
         store = _aliases[alias]
+        counters.counts.pop(store, None)  # an earlier test's, which the heartbeat's thread would write into this one
+        databases.clear(alias)
         store.connections.session_of(own).dialect.now_us = dialect_of(own.vendor).now_us
         return store
 
