@@ -10,6 +10,7 @@ from celery import Celery, Task
 from benchmarks import libraries
 from benchmarks.stamps import Stamps
 from celery_idempotent.celery.task import IdempotentTask
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     PlainBase = Task[Any, Any]
@@ -59,20 +60,19 @@ def make_app(
         """Celery stores its results: it has a backend of its own."""
 
         abstract = True
-
-        @property  # type: ignore[misc]  # of a property with a setter
-        def backend(self) -> Any:
-            return self.app.backend
+        backend: Any = property(lambda self: self.app.backend)
 
     def empty(n: int) -> None:
         if notes is not None:
             notes.run(n)
 
-    def again(n: int, key: int) -> None:  # noqa: ARG001  the key is what matters
+    def receive(n: int, event: Any) -> None:  # noqa: ARG001  what matters is its size, or that it is the key
         empty(n)
 
-    def webhook(n: int, event: dict[str, Any]) -> None:  # noqa: ARG001  its size is what matters
+    def trips(n: int) -> None:
+        get_store(app).now_ms()
         empty(n)
+        get_store(app).now_ms()
 
     def add(name: str, base: type[Any], body: Any = empty, **options: Any) -> None:
         define: Any = app.task  # its overloads do not know our options
@@ -81,13 +81,14 @@ def make_app(
     add("plain", Plain)
     add("plain_late", Plain, acks_late=True, reject_on_worker_lost=True)
     add("plain_ignore", Plain, ignore_result=True)
-    add("plain_webhook", Plain, webhook)
+    add("plain_webhook", Plain, receive)
+    add("trips_ignore", Plain, trips, ignore_result=True)
     add("by_task_id", Idempotent)
     add("by_argument", Idempotent, idempotency_key="n")
     add("portable", Apart, idempotency_key="n")
     add("by_argument_ignore", Idempotent, idempotency_key="n", ignore_result=True)
-    add("by_webhook", Idempotent, webhook, idempotency_key=("n", "event.id"))
-    add("again", Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
+    add("by_webhook", Idempotent, receive, idempotency_key=("n", "event.id"))
+    add("again", Idempotent, receive, idempotency_key="event", idempotency_fingerprint="event")
     if peers:
         libraries.configure(app, backend)
         for name, peer in libraries.installed().items():

@@ -18,7 +18,8 @@ CANDIDATES: dict[str, tuple[str, str, float | None]] = {
     "by_argument": ("IdempotentTask, key of an argument", "plain", 1.0),
     "portable": ("the same, result stored apart", "plain", 1.15),
     "plain_late": ("celery.Task, acks_late", "plain", None),
-    "by_argument_ignore": ("the same, ignore_result", "plain_ignore", 1.2),
+    "by_argument_ignore": ("the same, ignore_result", "plain_ignore", 1.35),
+    "trips_ignore": ("celery.Task with two trips, ignore_result", "plain_ignore", None),
 }
 
 
