@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, find_installed_first
 
 if TYPE_CHECKING:
     from tests.mutants.catalogue import Mutant
@@ -110,11 +110,13 @@ def try_out(mutant: Mutant, baselines: Sequence[Baseline]) -> Verdict:
 @functools.cache
 def installed_package() -> Path:
     """Return where the package under test is: not the source tree, which this process was started in."""
-    sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != ROOT]
+    find_installed_first()
     spec = find_spec("celery_idempotent")
-    assert spec is not None, "celery-idempotent is not installed: make pytest"
+    assert spec is not None
     assert spec.origin is not None
-    return Path(spec.origin).parent
+    package = Path(spec.origin).parent
+    assert package.parent != ROOT, "celery-idempotent is not installed: make pytest"
+    return package
 
 
 @contextlib.contextmanager

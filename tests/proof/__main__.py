@@ -9,11 +9,10 @@ import argparse
 import importlib
 import sys
 import time
-from pathlib import Path
 
-# As the tests do, what is installed is proven: the source tree comes last.
-_ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != _ROOT] + [str(_ROOT)]
+from tests.support.paths import find_installed_first
+
+find_installed_first()
 
 from tests.proof import PARTS, Options, Row, say  # noqa: E402
 

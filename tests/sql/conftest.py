@@ -77,7 +77,7 @@ def open_store(
         if own.connection is not None and not own.is_usable():
             own.close()  # another test ended every session there was
         store = _aliases[alias]
-        counters.counts.pop(store, None)  # an earlier test's, which the heartbeat's thread would write into this one
+        counters.counts.pop(store, None)  # or the heartbeat writes those of an earlier test
         databases.clear(alias)
         store.connections.session_of(own).dialect.now_us = dialect_of(own.vendor).now_us
         return store
