@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
 from tests.proof import Options, Row
@@ -68,21 +69,23 @@ def run(
 def rows(options: Options) -> list[Row]:
     """Return the rows of ``make proof``."""
     pairs = [(store, broker) for store in STORES for broker in BROKERS]
-    found = []
-    for store, broker in pairs if options.full else [pairs[options.seed % len(pairs)]]:
-        did = run(options.seed, 60, store, broker)
-        calls, operations, faults, _, lost, doubled, wrong = figures(did)
-        found.append(
-            Row(
-                name="chaos",
-                what=f"{store}, {broker}: {len(did.faults)} kinds of fault",
-                how_many=f"{calls} calls, {operations} operations, {faults} faults",
-                found=f"{wrong} wrong; by a named fault {doubled} doubled, {lost} lost",
-                command=f"python -m tests.proof.chaos --seed {options.seed} --store {store} --broker {broker}",
-                held=not wrong,
-            )
-        )
-    return found
+    chosen = pairs if options.full else [pairs[options.seed % len(pairs)]]
+    # Each in a process of its own, for Django and Celery are set up once in a process.
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
+        return processes.starmap(_row, [(options.seed, *pair) for pair in chosen], 1)
+
+
+def _row(seed: int, store: str, broker: str) -> Row:
+    did = run(seed, 60, store, broker)
+    calls, operations, faults, _, lost, doubled, wrong = figures(did)
+    return Row(
+        name="chaos",
+        what=f"{store}, {broker}: {len(did.faults)} kinds of fault",
+        how_many=f"{calls} calls, {operations} operations, {faults} faults",
+        found=f"{wrong} wrong; by a named fault {doubled} doubled, {lost} lost",
+        command=f"python -m tests.proof.chaos --seed {seed} --store {store} --broker {broker}",
+        held=not wrong,
+    )
 
 
 def figures(found: Checker) -> tuple[int, ...]:

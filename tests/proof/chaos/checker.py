@@ -258,7 +258,7 @@ class Checker:
             parts = [x["t"] for x in self._notes if x.get("unit", "").startswith(unit[:-1])]
             faults = [f for f in faults if any(f["t"] - 3 < t < f["end"] + 1 for t in parts)]
         elif call["kind"] == "retrying" and self._broker != "redis":
-            faults = [f for f in faults if f["t"] < begun < f["end"] + 1 and last]
+            faults = [f for f in faults if f["t"] - LATE < begun < f["end"] + 1 and last]
         else:
             may_be_gone = self._broker == "redis" or call["kind"] == "early"
             # The fault that ended a claim, and one that met the message when it was given out again.

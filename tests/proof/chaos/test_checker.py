@@ -40,8 +40,8 @@ def effect(t: float, token: int) -> dict[str, Any]:
     return {"t": t, "what": "effect", "token": token, **about}
 
 
-def check(*notes: dict[str, Any], broker: str = "rabbitmq") -> Checker:
-    called = [{"t": 1.0, **CALL}, *notes, {"t": 99.0, "what": "end"}]
+def check(*notes: dict[str, Any], broker: str = "rabbitmq", kind: str = "keyed") -> Checker:
+    called = [{"t": 1.0, **CALL, "kind": kind}, *notes, {"t": 99.0, "what": "end"}]
     return Checker(called, store="redis", broker=broker, library="ours")
 
 
@@ -119,6 +119,14 @@ def test_a_message_that_nobody_claimed_may_be_lost_on_redis_alone() -> None:
     assert check(*kill(3), broker="redis").lost
     assert check(*kill(3)).wrong
     assert check({"t": 3, **KILL}, MISSED, broker="redis").wrong
+
+
+def test_a_retry_that_the_broker_does_not_take_is_sent_after_the_release() -> None:
+    notes = verb(2, "claimed", 1), verb(2.1, "released", 1)
+    for frozen, explained in ((2.2, True), (5, False)):
+        broker = {"t": frozen, **KILL, "explains": "broker"}, {"t": 9, "what": "healed", "n": 0}
+        found = check(*notes, *broker, kind="retrying")
+        assert (bool(found.lost), bool(found.wrong)) == (explained, not explained)
 
 
 def test_a_seed_makes_the_same_plan() -> None:
