@@ -185,6 +185,13 @@ def _kill_sessions(arena: Arena, chance: float) -> None:
                 arena.query(f"KILL {number}")
 
 
+def _end_silence(arena: Arena, chance: float) -> None:
+    # psycopg waits for an answer that is lost until its connection is closed.
+    arena.store(chance).proxy.heal()
+    if arena.servers.databases:
+        arena.store(chance).proxy.cut()
+
+
 _HEAL: dict[str, Strike] = {
     "store": lambda a, c: a.store(c).proxy.heal(),
     "broker": lambda a, _: a.servers.broker.proxy.heal(),
@@ -215,7 +222,7 @@ FAULTS = (
     Fault("answers lost", "store", "away", _BRIEFLY, _PROXIED,
           lambda a, c: a.store(c).proxy.swallow_replies(b"", times=8), _HEAL["store"]),
     Fault("answers lost in silence", "store", "away", _LONG, _PROXIED,
-          lambda a, c: a.store(c).proxy.swallow_replies(b"", times=4, silent=True), _HEAL["store"]),
+          lambda a, c: a.store(c).proxy.swallow_replies(b"", times=4, silent=True), _end_silence),
     Fault("store unreachable", "store", "away", _AWHILE, _PROXIED,
           lambda a, c: a.store(c).proxy.refuse(), _HEAL["store"]),
     Fault("busy script", "store", "away", _AWHILE, _REDIS,
