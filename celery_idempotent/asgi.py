@@ -31,6 +31,7 @@ from celery_idempotent.http import requests
 from celery_idempotent.http.answers import Answer, RequestRefused
 from celery_idempotent.http.middleware import Middleware, ServedRequest, bearer_scope
 from celery_idempotent.http.requests import Request, read_header
+from celery_idempotent.protocol.lease import heartbeat
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
@@ -80,10 +81,14 @@ class IdempotencyMiddleware(Middleware):
     async def _receive_shutdown(self, receive: Receive) -> Message:
         """Let what still runs come to its end before the application closes what it needs."""
         message = await receive()
-        if message["type"] == "lifespan.shutdown" and self.works:
+        if message["type"] != "lifespan.shutdown":
+            return message
+        if self.works:
             _, left = await asyncio.wait(self.works, timeout=self.options.lease_ms / 1000)
             if left:
                 logger.warning("idempotency: %d requests still run at shutdown", len(left))
+        # uvicorn then ends by SIGTERM, and no exit function is called.
+        await asyncio.to_thread(heartbeat.finish)
         return message
 
 

@@ -134,6 +134,18 @@ def test_a_shutdown_waits_for_a_lease_and_says_how_many_requests_still_run(
     asyncio.run(main())
 
 
+def test_a_shutdown_writes_the_counts_because_uvicorn_ends_without_exit_functions() -> None:
+    async def main() -> None:
+        place = Place(name="counted")
+        place.slow.go.set()
+        assert (await place.again()).status == 201
+        await place.shut_down()
+        counts = place.app.guard.open_store().counts(hours=2)
+        assert ("counted", "claimed") in {(each.task, each.outcome) for each in counts}
+
+    asyncio.run(main())
+
+
 def test_a_failure_that_nobody_waits_for_is_logged_and_releases_the_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
