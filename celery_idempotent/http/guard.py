@@ -147,8 +147,8 @@ class HttpOptions:
 _PARTS_OF_UUID: Final = Struct("8s4s4s4s12s").unpack
 
 
-class _NotToKeepError(Exception):
-    """The view ran, and its answer is not one to repeat: the key is given back."""
+class ResponseNotStored(Exception):
+    """The view ran, and its response is not stored: the key is released. Log and counts have this name."""
 
 
 class Guard:
@@ -294,7 +294,7 @@ class Exchange(Run):
                 "idempotency_key_reused",
                 "It was sent before with another method, route or body. A key identifies one operation: use a new one.",
             ) from None
-        except _NotToKeepError as answered:
+        except ResponseNotStored as answered:
             return answered.args[0]
 
     def fingerprint_of_request(self) -> bytes:
@@ -309,7 +309,7 @@ class Exchange(Run):
     def kept(self, response: object, parts: Parts) -> Stored:
         """Pack the response of a view if it is one to repeat; any other leaves the view as an exception."""
         if parts[0] >= 500 or parts[0] in self.options.unstored:
-            raise _NotToKeepError(response)
+            raise ResponseNotStored(response)
         self.response = response
         return self.guard.codec.pack(parts)
 

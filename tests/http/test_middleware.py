@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -311,6 +312,15 @@ def test_names_keep_two_services_in_one_store_apart(kind: str) -> None:
     finally:
         replayed.disconnect(note)
     assert [each[1:] for each in told] == [("books", "books"), ("cars", "cars")]
+
+
+def test_the_log_says_that_a_released_key_had_a_response_that_is_not_stored(
+    kind: str, shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.answer = lambda _: (429, JSON, [b"{}"])
+    with caplog.at_level(logging.INFO, "celery_idempotent.signals"):
+        assert open_client(kind, shop).ask(new_key()).status == 429
+    assert caplog.messages[-1].endswith("after ResponseNotStored")
 
 
 # ASGI ----------------------------------------------------------------------------------------------------------------
