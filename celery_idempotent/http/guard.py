@@ -318,8 +318,8 @@ class Exchange(Run):
         if self.began:
             raise RequestRefused(
                 "rolled_back",
-                "The database rolled it back: a deadlock or a serialization failure. Send the same request with"
-                " the same key again.",
+                "The database rolled it back: a deadlock, a serialization failure or an ended session. Send the same"
+                " request with the same key again.",
             )
         self.began = True
         return self.respond()
