@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from tests.proof.chaos.tasks import LEASE
 from tests.support.workers import freeze
@@ -162,7 +164,9 @@ def _kill_clients(arena: Arena, chance: float) -> None:
 
 def _migrate_slot(arena: Arena, chance: float) -> None:
     """Move the slot of a key in use to another node, while it is asked for."""
-    nodes = [each.client() for each in arena.servers.stores]
+    # Asked until each has answered: of a slot that stays between two nodes no script gets both of its keys.
+    how: Any = {"retry": Retry(ConstantBackoff(0.2), 100), "retry_on_error": [redis.RedisError]}
+    nodes = [redis.Redis(port=each.port, **how) for each in arena.servers.stores]
     source, target = nodes[int(chance * 3)], nodes[(int(chance * 3) + 1) % 3]
     slot = source.execute_command("CLUSTER", "KEYSLOT", source.randomkey() or "")
     ids = [str(node.execute_command("CLUSTER", "MYID"), "ascii") for node in (source, target)]
@@ -170,7 +174,7 @@ def _migrate_slot(arena: Arena, chance: float) -> None:
     source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
     port = target.connection_pool.connection_kwargs["port"]
     while keys := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 2):
-        source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *keys)
+        source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "REPLACE", "KEYS", *keys)
     for node in (target, source, *nodes):
         node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
 
