@@ -85,7 +85,7 @@ class Cache:
         age_ms = max(now_ms - record.updated_ms + left_ms, 0)
         # The message that a FAILED record keeps is for an operator, and has arguments.
         copy = stored._replace(record=replace(record, message=None))
-        entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(copy, bytes(4))
+        entry = age_ms.to_bytes(_AGE_BYTES, "big") + pack(copy)
         # What a sweep failed its owner may still settle; what an operator settled is reported with who and why.
         final = not (record.swept or record.settled_by_operator)
         if final and left_ms > 0 and len(entry) <= _MAX_BYTES:

@@ -9,7 +9,7 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -61,48 +61,42 @@ class FieldCodec:
             for each in fields(Record)
             if each.default is not MISSING and each.name not in left_out
         } | {"requeues": 0}
-        #: Reads a stored record's fields for a line, and writes the line.
-        self.read, self.line = self.reader_and_writer(STORED)
 
-    def reader_and_writer(
-        self, paths: Mapping[str, str]
-    ) -> tuple[Callable[[Any], Any], Callable[..., bytes]]:
-        """Return what reads the fields of a line where these paths lead, and what writes them and a value's kind.
+    def writer(self, paths: Mapping[str, str]) -> Callable[..., bytes]:
+        """Return what writes the line of a record, or of the request for one, whose fields are where the paths lead.
 
         Most runs of a process have the same line. Keeping it saves a fifth of a claim's instructions.
         """
         names = [name for name in paths if name in self.defaults]
         read = attrgetter(*(paths[name] for name in names))
-        return read, lru_cache(maxsize=64)(partial(self._line, names))
 
-    def extended(
-        self,
-        line: bytes,
-        others: dict[str, Any],
-        message: bytes | None = None,
-        steps: Steps = (),
-    ) -> bytes:
-        """Return the line with ``others`` of the store's own, and at last what may be long."""
-        if message is not None or steps:
-            others["long"] = [
-                None if message is None else b64encode(message).decode(),
-                [
-                    [name, each.content_type, each.content_encoding, b64encode(each.body).decode()]
-                    for name, each in steps
-                ],
-            ]
-        if others:
-            line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(*_UTF_8)
+        @lru_cache(maxsize=64)
+        def usual(kind: tuple[str, str] | None, values: Sequence[object]) -> bytes:
+            found = zip(names, values, strict=True)
+            unusual = {name: each for name, each in found if each != self.defaults[name]}
+            if kind not in (None, _USUAL_KIND):
+                unusual["value"] = kind
+            return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
+
+        def line(
+            subject: object,
+            value: Stored | None,
+            message: bytes | None,
+            steps: Steps,
+            others: dict[str, Any],
+        ) -> bytes:
+            kind = None if value is None else (value.content_type, value.content_encoding)
+            line = usual(kind, read(subject))
+            if message is not None or steps:  # what may be long comes last
+                kept = [[n, s.content_type, s.content_encoding, _text(s.body)] for n, s in steps]
+                others["long"] = [None if message is None else _text(message), kept]
+            if others:
+                line = (line[:-1] + b"," if line else b"{") + self._to_json(others)[1:].encode(
+                    *_UTF_8
+                )
+            return line
+
         return line
-
-    def _line(
-        self, names: Sequence[str], kind: tuple[str, str] | None, values: Sequence[object]
-    ) -> bytes:
-        found = zip(names, values, strict=True)
-        unusual = {name: each for name, each in found if each != self.defaults[name]}
-        if kind not in (None, _USUAL_KIND):
-            unusual["value"] = kind
-        return self._to_json(unusual).encode(*_UTF_8) if unusual else b""
 
     def decode(self, line: bytes, value: bytes | None) -> dict[str, Any]:
         """Return the fields in a line, without those of a newer version, and the value."""
@@ -123,6 +117,10 @@ class FieldCodec:
         if value is not None:
             found["value"] = Stored(kind[0], kind[1], value)
         return found
+
+
+def _text(body: bytes) -> str:
+    return b64encode(body).decode()
 
 
 def without_long(start: bytes) -> bytes:

@@ -17,7 +17,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.serializers import log_not_kept
 from celery_idempotent.stores import table
-from celery_idempotent.stores.fields import LETTERS, STATES, FieldCodec, Unreadable
+from celery_idempotent.stores.fields import LETTERS, STATES, STORED, FieldCodec, Unreadable
 from celery_idempotent.stores.table import StoredRecord, VerbArguments, after, decide
 
 #: Enough that a second key for a digest cannot be found. Two keys of one digest would hurt only who made both.
@@ -48,6 +48,7 @@ STATE, TOKEN, DEADLINE, EXPIRES = (
 _MOMENTS = {"created_ms", "updated_ms", "deadline_ms", "due_ms", "expires_ms"}
 
 _CODEC = FieldCodec("fingerprint", *COLUMNS, ascii_only=True)
+_write_line = _CODEC.writer(STORED)
 #: Bytes in the line, as hexadecimal digits.
 _IDS = ("fingerprint", "attempt")
 
@@ -67,9 +68,7 @@ def column_values(stored: StoredRecord) -> tuple[object, ...]:
     record = stored.record
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
     others = {name: each.hex() for name, each in ids.items() if each}
-    kind = record.value and (record.value.content_type, record.value.content_encoding)
-    line = _CODEC.line(kind, _CODEC.read(stored))
-    line = _CODEC.extended(line, others, record.message, record.steps)
+    line = _write_line(stored, record.value, record.message, record.steps, others)
     # A sweep has to act on a lease, or on a message that it can send.
     is_due = record.state is State.PROCESSING or record.message is not None
     times = record.created_ms, record.updated_ms, record.deadline_ms

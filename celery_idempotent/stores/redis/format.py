@@ -31,14 +31,20 @@ import functools
 import re
 import struct
 import zlib
-from collections.abc import Mapping
-from operator import attrgetter
+from collections.abc import Callable, Mapping
 from struct import Struct
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import ATTEMPT_BYTES, ClaimRequest, Identity, Record, State
+from celery_idempotent.records import ATTEMPT_BYTES, ClaimRequest, Identity, Record, State, Stored
 from celery_idempotent.stores import table
-from celery_idempotent.stores.fields import LETTERS, STORED, FieldCodec, Unreadable, without_long
+from celery_idempotent.stores.fields import (
+    LETTERS,
+    STORED,
+    FieldCodec,
+    Steps,
+    Unreadable,
+    without_long,
+)
 from celery_idempotent.stores.table import BROUGHT, LEASED, StoredRecord
 
 LAYOUT = b"2"
@@ -107,7 +113,10 @@ _STATES = {STARTS[state]: state for state in State}
 pack_own = functools.partial(Struct(">2sQ").pack, STARTS[State.PROCESSING])
 
 _is_uuid = re.compile("[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
-_NO_ID, _NO_WRITE, NO_ATTEMPT = bytes(16), bytes(4), bytes(ATTEMPT_BYTES)
+_NO_ID, NO_ATTEMPT = bytes(16), bytes(ATTEMPT_BYTES)
+#: Of a claim, whose token no other has, and its settle.
+NO_WRITE = bytes(4)
+NO_IDS = NO_WRITE, NO_ATTEMPT
 #: The fields of the JSON line: scripts write the others, or they have a place of their own.
 _CODEC = FieldCodec("deadline_ms", "crashes", "attempts", "fingerprint", "task_id")
 
@@ -118,66 +127,46 @@ def _bytes_of_uuid(task_id: str) -> bytes:
     return bytes.fromhex(task_id.replace("-", "")) if _is_uuid(task_id) else b""
 
 
-#: The fields with a place of their own or a flag, and their defaults; a request brings the first of them.
-_PLACED = {"task_id": "", "fingerprint": None, "message": None, "value": None} | {
-    "steps": (),
-    "reserved": False,
-}
+CLAIMED, SETTLED = _CODEC.writer(BROUGHT[ClaimRequest]), _CODEC.writer(table.SETTLED)
+_WHOLE = _CODEC.writer(STORED)
 
 
-class Packer:
-    """Packs a record whose fields are where ``paths`` lead: in a stored record, or in the request for it."""
-
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._read, self._line = _CODEC.reader_and_writer(paths)
-        names = [name for name in _PLACED if name in paths]
-        assert names == [*_PLACED][: len(names)]
-        self._read_placed = attrgetter(*(paths[name] for name in names))
-        self._absent = (*_PLACED.values(),)[len(names) :]
-
-    def tail(
-        self,
-        subject: object,
-        numbers: tuple[int, int, int, int],
-        *,
-        attempt: bytes = NO_ATTEMPT,
-        write: bytes = _NO_WRITE,
-    ) -> bytes:
-        """Return a record from its crashes on; ``numbers`` are those up to its flags."""
-        task_id, fingerprint, message, value, steps, reserved = (
-            self._read_placed(subject) + self._absent
-        )
-        task, is_long = _bytes_of_uuid(task_id), message is not None or bool(steps)
-        others = {"task_id": task_id} if task_id and not task else {}
-        kind = None if value is None else (value.content_type, value.content_encoding)
-        line = self._line(kind, self._read(subject))
-        if is_long or others:
-            line = _CODEC.extended(line, others, message, steps)
-        flags = _ASKS if is_long or reserved else 0
-        if value is not None:
-            flags |= _HAS_VALUE
-        if fingerprint is not None:
-            flags |= _HAS_FINGERPRINT
-        crashes, attempts, updated_ms, delay_ms = numbers
-        known, task = fingerprint or _NO_ID, task or _NO_ID
-        tail = _TAIL.pack(
-            crashes, attempts, updated_ms, delay_ms, flags, write, attempt, known, task
-        )
-        return b"%b%b\n%b" % (tail, line, b"" if value is None else value.body)
+def tail(
+    write_line: Callable[..., bytes],
+    subject: object,
+    owner: Record | ClaimRequest,
+    numbers: tuple[int, int, int, int],
+    ids: tuple[bytes, bytes],
+    message: bytes | None,
+    value: Stored | None = None,
+    steps: Steps = (),
+    is_reserved: bool = False,
+) -> bytes:
+    """Return a record from its crashes on: ``numbers`` up to its flags, ``ids`` of write and attempt."""
+    task_id, fingerprint = owner.task_id, owner.fingerprint
+    task = _bytes_of_uuid(task_id)
+    others = {"task_id": task_id} if task_id and not task else {}
+    line = write_line(subject, value, message, steps, others)
+    flags = _ASKS if is_reserved or steps or message is not None else 0
+    if value is not None:
+        flags |= _HAS_VALUE
+    if fingerprint is not None:
+        flags |= _HAS_FINGERPRINT
+    (crashes, attempts, updated_ms, delay_ms), (write, attempt) = numbers, ids
+    known, task = fingerprint or _NO_ID, task or _NO_ID
+    head = _TAIL.pack(crashes, attempts, updated_ms, delay_ms, flags, write, attempt, known, task)
+    return b"%b%b\n%b" % (head, line, b"" if value is None else value.body)
 
 
-CLAIMED, SETTLED = Packer(BROUGHT[ClaimRequest]), Packer(table.SETTLED)
-_WHOLE = Packer(STORED)
-
-
-def pack(stored: StoredRecord, write: bytes) -> bytes:
+def pack(stored: StoredRecord, write: bytes = NO_WRITE) -> bytes:
     """Return the whole record."""
-    record, attempt = stored.record, stored.attempt or NO_ATTEMPT
+    record, ids = stored.record, (write, stored.attempt or NO_ATTEMPT)
     updated_ms = record.updated_ms
     delay_ms = 0 if record.deadline_ms is None else record.deadline_ms - updated_ms
     numbers = min(record.crashes, MOST), min(record.attempts, MOST), updated_ms, delay_ms
-    tail = _WHOLE.tail(stored, numbers, attempt=attempt, write=write)
-    return START.pack(STARTS[record.state], record.token, record.created_ms) + tail
+    rest = record.message, record.value, record.steps, record.reserved
+    end = tail(_WHOLE, stored, record, numbers, ids, *rest)
+    return START.pack(STARTS[record.state], record.token, record.created_ms) + end
 
 
 def unpack(

@@ -92,11 +92,12 @@ class RedisStore(base.Store):
         if verb == "claim":
             state, delay_ms = table.PROCESSING, request.lease_ms
             numbers = 0, 1, 0, delay_ms
-            tail = layout.CLAIMED.tail(request, numbers, attempt=request.attempt)
+            ids = layout.NO_WRITE, request.attempt
+            tail = layout.tail(layout.CLAIMED, request, request, numbers, ids, request.message)
         else:
             args, delay_ms = table.arguments(request), request.deadline_ms
             rule = table.decide(verb, None, args, 0)
-            tail = layout.pack(table.after(rule, None, args, 0, 0), bytes(4))[layout.START.size :]
+            tail = layout.pack(table.after(rule, None, args, 0, 0))[layout.START.size :]
         times = b"%d" % delay_ms, b"%d" % (delay_ms + request.keep_ms)
         keys = self._keys.of_record(identity)[:2]
         (found,) = exchange(self._link, (_CLAIM.call(keys, *times, layout.STARTS[state], tail),))
@@ -124,7 +125,9 @@ class RedisStore(base.Store):
         passed_ms = (monotonic_ns() - then_ns) // 1_000_000
         is_known = passed_ms < 1_000 and not is_failed
         numbers = record.crashes, record.attempts, now_ms + passed_ms if is_known else 0, 0
-        tail = layout.SETTLED.tail(request, numbers)
+        tail = layout.tail(
+            layout.SETTLED, request, record, numbers, layout.NO_IDS, request.message, request.value
+        )
         start = layout.START.pack(layout.STARTS[request.state], record.token, record.created_ms)
         # It begins as the one that runs, unless a sweep counted a crash before a renewal: then the table settles.
         keep_ms = table.kept_ms(request.keep_ms, record.copies)
