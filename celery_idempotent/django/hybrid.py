@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlencode
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Identity, Record, Settled, SettleRequest, State
+from celery_idempotent.records import Identity, Record, Settled, SettleRequest
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis.format import Keyspace, pack, unpack
 from celery_idempotent.stores.redis.servers import Command, Reply, exchange, link_and_prefix
@@ -155,11 +155,9 @@ class CachingStore(Store):
             self.fill(request.record.identity)
         return settled
 
-    def forget(
-        self, identity: Identity, *, token: int | None = None, state: State | None = None
-    ) -> bool:
+    def forget(self, identity: Identity, **how: Any) -> bool:
         with self._buried(identity):
-            return super().forget(identity, token=token, state=state)
+            return super().forget(identity, **how)
 
     def requeue(self, identity: Identity, **how: Any) -> Record | None:
         with self._buried(identity):  # it may be FAILED

@@ -31,27 +31,22 @@ import functools
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ATTEMPT_BYTES, ClaimRequest, Identity, Record, State, Stored
 from celery_idempotent.stores import table
-from celery_idempotent.stores.fields import (
-    LETTERS,
-    STORED,
-    FieldCodec,
-    Steps,
-    Unreadable,
-    without_long,
-)
+from celery_idempotent.stores.fields import LETTERS, STORED, FieldCodec, Unreadable, without_long
 from celery_idempotent.stores.table import BROUGHT, LEASED, StoredRecord
 
 LAYOUT = b"2"
 BUCKETS = 256  # fixed for this layout: it decides the names of records
 #: The member of a bucket's leases whose score is its largest token.
 MARK = b"!"
-LEASES, FAILURES, INTERRUPTED = b"!leases", b"!failures", b"!interrupted"
+LEASES, FAILURES, INTERRUPTED = KINDS = b"!leases", b"!failures", b"!interrupted"
+#: The kind of index that has the records of a state.
+INDEXED = dict.fromkeys(LEASED, LEASES) | {State.FAILED: FAILURES, State.INTERRUPTED: INTERRUPTED}
 
 
 class Keyspace:
@@ -139,7 +134,7 @@ def tail(
     ids: tuple[bytes, bytes],
     message: bytes | None,
     value: Stored | None = None,
-    steps: Steps = (),
+    steps: Sequence[tuple[str, Stored]] = (),
     is_reserved: bool = False,
 ) -> bytes:
     """Return a record from its crashes on: ``numbers`` up to its flags, ``ids`` of write and attempt."""

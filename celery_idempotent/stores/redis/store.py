@@ -37,8 +37,8 @@ _SETTLED: dict[bytes, records.SettledWith] = {b"stored": "stored", b"settled": "
 _SCRIPTS = "claim", "end", "renew", "swap", "prune"
 _CLAIM, _END, _RENEW, _SWAP, _PRUNE = (servers.SCRIPTS[name] for name in _SCRIPTS)
 #: The key of ``swap`` that indexes the records of a state.
-_IN_LEASES = b"2"
-_INDEX = dict.fromkeys(table.LEASED, _IN_LEASES) | {State.FAILED: b"3", State.INTERRUPTED: b"4"}
+_INDEX = {state: b"%d" % (layout.KINDS.index(kind) + 2) for state, kind in layout.INDEXED.items()}
+_IN_LEASES = _INDEX[State.PROCESSING]
 #: The number of records that one trip of a sweep reads or writes.
 _PER_TRIP = 250
 
@@ -169,14 +169,10 @@ class RedisStore(base.Store):
         *_, done = exchange(self._link, ((b"MULTI",), write, told, (b"EXEC",)))
         return bool(done[0] == b"OK")  # else its backend looks at what is there
 
-    def release(
-        self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
-    ) -> bool:
+    def release(self, identity: Identity, *, token: int, **how: Any) -> bool:
         keys = self._keys.of_record(identity)[:2]
         (found,) = exchange(self._link, (_END.call(keys, layout.pack_own(token)),))
-        if isinstance(found, bytes):
-            return True
-        return super().release(identity, token=token, requeue_ms=requeue_ms, note=note)
+        return isinstance(found, bytes) or super().release(identity, token=token, **how)
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
         """Let each lease start anew, all in one trip; those that a sweep has ended take more."""
@@ -244,8 +240,11 @@ class RedisStore(base.Store):
     def prune(self, *, limit: int) -> int:
         # Of each index the oldest are looked at and, as records are kept for different times, some others at random. An
         # index that had mostly entries to remove is looked at again, for twice as many.
-        kinds = {layout.STARTS[state][:1]: kind for state, kind in _LISTED.items()}
-        letters = {i: letter for letter, kind in kinds.items() for i in self._keys.index(kind)}
+        letters = {
+            index: layout.STARTS[state][:1]
+            for state in (State.FAILED, State.INTERRUPTED)
+            for index in self._keys.index(layout.INDEXED[state])
+        }
         indexes = random.sample([*letters], len(letters))
         pruned, most = 0, limit // 4096 + 1
         while indexes and pruned < limit:
@@ -401,9 +400,8 @@ class RedisSnapshot(Snapshot):
 _SUMMARY = b"4999"
 #: The most keys that one trip reads, or one step of a scan looks for.
 _STEP = 500
-#: How many names a search reads of each index at first, and then of one that has more.
-_FIRST_NAMES, _MORE_NAMES = 16, 64
-_LISTED = {State.FAILED: layout.FAILURES, State.INTERRUPTED: layout.INTERRUPTED}
+#: How many names a search reads of each index at a time.
+_NAMES = 16
 
 
 @dataclass(slots=True)
@@ -423,10 +421,7 @@ class Search:
 
         The cursor is a score, and how many had it.
         """
-        states = self.selection.wanted
-        kinds = [index for state, index in _LISTED.items() if state in states]
-        if not states <= _LISTED.keys():
-            kinds.append(layout.LEASES)
+        kinds = sorted({layout.INDEXED[state] for state in self.selection.wanted})
         kind = b"".join(kinds).decode() + "!stale" * self.selection.stale
         score, same = base.read_cursor(cursor, kind, 2)
         entries = itertools.islice(self._entries(kinds, score), same, None)
@@ -480,27 +475,22 @@ class Search:
         downwards = start if first_score else b"+inf", since, b"BYSCORE", b"REV"
         order = (start, now, b"BYSCORE") if is_stale else downwards
         how = *order, b"WITHSCORES", b"LIMIT"
-        # Of the newest of all, each index has few.
-        is_all = self.selection == Selection(states=self.selection.states)
-        first = self.limit // 64 + 4 if is_all else _FIRST_NAMES
 
-        def ask(some: Sequence[bytes], at: int, size: int) -> list[Reply]:
-            place = b"%d" % at, b"%d" % size
+        def ask(some: Sequence[bytes], at: int) -> list[Reply]:
+            place = b"%d" % at, b"%d" % _NAMES
             return exchange(self.link, [(b"ZRANGE", index, *how, *place) for index in some])
 
         def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
-            at, size = 0, first
-            while True:
+            for at in itertools.count(_NAMES, _NAMES):
                 found = pairs(answer)
                 for name, score in found:
                     if name != layout.MARK:
                         yield int(float(score)), name
-                if len(found) < size:
+                if len(found) < _NAMES:
                     return
-                at, size = at + size, _MORE_NAMES
-                (answer,) = ask([index], at, size)
+                (answer,) = ask([index], at)
 
-        answers = zip(indexes, ask(indexes, 0, first), strict=True)
+        answers = zip(indexes, ask(indexes, 0), strict=True)
         merged = (entries(*each) for each in answers if each[1])
         return heapq.merge(*merged, key=lambda entry: entry[0], reverse=not is_stale)
 
