@@ -118,22 +118,18 @@ class ClaimTransaction:
                 "an idempotency_atomic task commits its own writes with its record, so it cannot run"
                 " inside another transaction: call it outside of atomic()"
             )
-        try:
+        for is_last in (self._nested, True):
             try:
                 self._begin()
-            except Error as error:
-                if self._nested or kind(error, own.vendor) != "lost":
-                    raise
+                break
+            except BaseException as error:
                 self._roll_back(error)
-                drop(own)
-                self._begin()
-        except BaseException as error:
-            self._roll_back(error)
-            if not isinstance(error, Error):
-                raise
-            if not self._nested:
-                drop(own)
-            raise self._connections.trouble(error) from error
+                if not isinstance(error, Error):
+                    raise
+                if not self._nested:
+                    drop(own)
+                if is_last or kind(error, own.vendor) != "lost":
+                    raise self._connections.trouble(error) from error
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

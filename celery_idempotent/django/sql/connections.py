@@ -21,7 +21,6 @@ import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,8 +63,6 @@ _LET_WRITE = (
 _MIGRATE = "put celery_idempotent.django in INSTALLED_APPS and run manage.py migrate"
 #: What to do, by the codes of PostgreSQL, MariaDB and MySQL.
 _HINTS = {READ_ONLY: _LET_WRITE, 1792: _LET_WRITE, "42P01": _MIGRATE, 1146: _MIGRATE}
-#: Django takes it where it is there, else psycopg2.
-_PSYCOPG_3 = find_spec("psycopg") is not None
 
 #: Connections that a fork copied, referenced for ever: their sockets are the parent's, and closing them, as the garbage
 #: collector does, would end its sessions.
@@ -337,7 +334,7 @@ def _uses_own(own: BaseDatabaseWrapper) -> bool:
 
 
 def _is_psycopg_3(connection: BaseDatabaseWrapper) -> bool:
-    return connection.vendor == "postgresql" and _PSYCOPG_3
+    return connection.Database.__name__ == "psycopg"  # type: ignore[attr-defined,no-any-return]
 
 
 def _close_all(opened: set[Session]) -> None:

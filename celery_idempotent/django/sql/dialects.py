@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from django.db import (
-    DataError,
-    IntegrityError,
-    InterfaceError,
-    NotSupportedError,
-    OperationalError,
-    ProgrammingError,
-)
+from django import db
 
 from celery_idempotent.errors import StoreMisconfigured
 
@@ -138,16 +131,16 @@ def kind(error: Exception, vendor: str) -> Kind:
     """Return what a database error means."""
     known, code = dialect_of(vendor), error_code(error)
     text = str(error if code is None else code)
-    if isinstance(error, IntegrityError):
+    if isinstance(error, db.IntegrityError):
         # The store's tables have no constraints but unique ones.
         return "duplicate"
     if re.match(known.conflict, text):
         return "conflict"
     # A lost session has no code on PostgreSQL.
-    cut = code is None and vendor == "postgresql" and isinstance(error, OperationalError)
-    if cut or isinstance(error, InterfaceError) or re.match(known.lost, text):
+    cut = code is None and vendor == "postgresql" and isinstance(error, db.OperationalError)
+    if cut or isinstance(error, db.InterfaceError) or re.match(known.lost, text):
         return "lost"
-    settings = (ProgrammingError, DataError, NotSupportedError)
+    settings = (db.ProgrammingError, db.DataError, db.NotSupportedError)
     if isinstance(error, settings) or re.match(known.misconfigured, text):
         return "misconfigured"
     return "unavailable"

@@ -63,17 +63,31 @@ def digest(identity: Identity) -> bytes:
     return hashlib.sha256(text).digest()[:DIGEST_BYTES]
 
 
-def column_values(stored: StoredRecord) -> tuple[object, ...]:
-    """Return what :data:`COLUMNS` are for a record."""
+def column_values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
+    """Return what :data:`COLUMNS` are for a record, without a value that the server does not take.
+
+    Raises:
+        StoreMisconfigured: if it does not take steps and message either.
+    """
     record = stored.record
     ids = {"fingerprint": record.fingerprint, "attempt": stored.attempt}
     others = {name: each.hex() for name, each in ids.items() if each}
-    line = _write_line(stored, record.value, record.message, record.steps, others)
+    data = _write_line(stored, record.value, record.message, record.steps, others).decode()
+    kept, value = len(data), None if record.value is None else record.value.body
+    if value is not None and not session.takes(kept + len(value)):
+        problem = f"its {len(value):,} bytes are more than half of max_allowed_packet"
+        log_not_kept(record.identity, record.state, problem)
+        value = None
+    if not session.takes(kept):
+        raise StoreMisconfigured(
+            f"steps and message of {record.identity} take {kept:,} bytes, more than half of the server's"
+            " max_allowed_packet: raise that, or keep less in a step"
+        )
     # A sweep has to act on a lease, or on a message that it can send.
     is_due = record.state is State.PROCESSING or record.message is not None
     times = record.created_ms, record.updated_ms, record.deadline_ms
     ends = record.deadline_ms if is_due else None, stored.expires_ms
-    rest = record.crashes, record.task_id, line.decode(), record.value and record.value.body
+    rest = record.crashes, record.task_id, data, value
     return LETTERS[record.state], record.token, *times, *ends, *rest
 
 
@@ -121,7 +135,7 @@ class RowSnapshot(table.Snapshot):
 
     def write(self, after: StoredRecord) -> None:
         """Store this, unless another session wrote since."""
-        session, identity, values = self.session, self.identity, _values(self.session, after)
+        session, identity, values = self.session, self.identity, column_values(self.session, after)
         if self.version is None:
             marks = f"({', '.join(['%s'] * (len(COLUMNS) + 6))}){session.dialect.or_nothing}"
             names = identity.namespace, identity.scope, identity.key
@@ -160,7 +174,7 @@ def claim_free_key(
         # Elsewhere a duplicate's INSERT would wait for a writer of the row, on SQLite for any writer.
         return RowSnapshot(session, identity)
     rule, name = decide("claim", None, args, 0), digest(identity)
-    new = column_values(after(rule, None, args, 0, 0))
+    new = column_values(session, after(rule, None, args, 0, 0))
     values = (identity.namespace, identity.scope, identity.key, new[EXPIRES], *new)
     ((token, now_ms, *row),) = session.rows(
         _claim_statement(dialect.now_us), (name, *values, name, name)
@@ -184,7 +198,7 @@ def settle_claim(session: Session, request: SettleRequest, *, first: str | None 
     elif dialect.vendor == "postgresql":
         # What SET LOCAL has set is gone with the transaction that the claim's run began.
         where += " AND current_setting('celery_idempotent.token', true) = token::text"
-    row = dict(zip(COLUMNS, _values(session, settled), strict=True))
+    row = dict(zip(COLUMNS, column_values(session, settled), strict=True))
     # They are as they were; a sweep may have counted a crash since.
     for name in ("token", "created_ms", "crashes", "task_id"):
         del row[name]
@@ -201,26 +215,6 @@ def _update(dialect: Dialect, row: Mapping[str, object], where: str, start: str 
         f"UPDATE celery_idempotent_record SET {', '.join(changes)}, version = version + 1,"
         f" prune_ms = {dialect.least}(prune_ms, {start}%s) WHERE digest = %s AND {where}"
     )
-
-
-def _values(session: Session, stored: StoredRecord) -> tuple[object, ...]:
-    """Return the columns of a record, without a value that the server does not take.
-
-    Raises:
-        StoreMisconfigured: if it does not take steps and message either.
-    """
-    *columns, data, value = column_values(stored)
-    kept, record = len(str(data)), stored.record
-    if isinstance(value, bytes) and not session.takes(kept + len(value)):
-        problem = f"its {len(value):,} bytes are more than half of max_allowed_packet"
-        log_not_kept(record.identity, record.state, problem)
-        value = None
-    if not session.takes(kept):
-        raise StoreMisconfigured(
-            f"steps and message of {record.identity} take {kept:,} bytes, more than half of the server's"
-            " max_allowed_packet: raise that, or keep less in a step"
-        )
-    return (*columns, data, value)
 
 
 def _names(dialect: Dialect) -> str:
