@@ -391,12 +391,16 @@ def _marks(values: Sequence[object]) -> str:
     return ", ".join(["%s"] * len(values))
 
 
+def named(alias: str) -> str:
+    """Return the alias in a URL. Any other text is not shown: it may have a password."""
+    if not alias or any(mark in alias for mark in ":/?#@"):
+        raise InvalidOption(
+            "the idempotency store's URL names one alias of Django's DATABASES as its truth and nothing else:"
+            " django:// or django://alias, or ?truth=alias of a hybrid store"
+        )
+    return alias
+
+
 def open_django(url: str) -> DjangoStore:
     """Open ``django://`` or ``django://alias``."""
-    alias = url.partition("://")[2]
-    if any(character in alias for character in "/?#@"):
-        raise InvalidOption(
-            "the idempotency store's URL names a database of Django's DATABASES and nothing else:"
-            " django:// or django://alias"
-        )
-    return DjangoStore(alias or "default")
+    return DjangoStore(named(url.partition("://")[2] or "default"))

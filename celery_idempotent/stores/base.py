@@ -188,13 +188,7 @@ class Store(ABC):
     def start(self, identity: Identity, *, task_id: str, token: int | None = None) -> Record | None:
         """Delete the reservation of this task, which has started; return it as it was."""
         args = VerbArguments({"task_id": task_id}, token=token)
-
-        def started(snapshot: Snapshot) -> Record | None:
-            answer, _ = self._do("start", snapshot, args)
-            stored = snapshot.stored if answer == "started" else None
-            return None if stored is None else stored.record
-
-        return self._at(identity, started)
+        return self._at(identity, lambda snapshot: self._do("start", snapshot, args)[1])
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Make the PROCESSING record with this token, whose owner crashed, INTERRUPTED; return it."""
@@ -273,17 +267,19 @@ class Store(ABC):
         return answer not in ("lost", "none")
 
     def _do(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> tuple[str, Record | None]:
-        """Apply the table's rule to a snapshot; return its answer, and the record if it wrote one."""
-        now_ms = snapshot.now_us // 1000
-        rule = table.decide(verb, snapshot.stored, args, now_ms)
+        """Apply the table's rule to a snapshot; return its answer, and the record that it wrote or deleted."""
+        stored, now_ms = snapshot.stored, snapshot.now_us // 1000
+        rule = table.decide(verb, stored, args, now_ms)
+        if rule.then is None:
+            return rule.answer, None
         if rule.then == "deleted":
             snapshot.remove(forget=verb == "forget")
-        elif rule.then is not None:
-            token = max(snapshot.highest + 1, snapshot.now_us)
-            written = table.after(rule, snapshot.stored, args, now_ms, token)
-            snapshot.write(written)
-            return rule.answer, written.record
-        return rule.answer, None
+        else:
+            stored = table.after(
+                rule, stored, args, now_ms, max(snapshot.highest + 1, snapshot.now_us)
+            )
+            snapshot.write(stored)
+        return rule.answer, stored and stored.record
 
     def _renew(self, each: records.Renewal) -> bool:
         args = VerbArguments(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
