@@ -148,10 +148,8 @@ class Store(ABC):
 
     def reserve(self, request: records.ReserveRequest) -> records.Reservation:
         """Take the key for a message that is to be published under the task id of the record in the answer."""
-        answer: records.Reservation = self.fast("reserve", request) or self._take(
-            "reserve", request
-        )
-        return answer
+        found: records.Reservation = self.fast("reserve", request) or self._take("reserve", request)
+        return found
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
         """Restart each lease, also one that a sweep ended; ``False`` for each key with another token."""

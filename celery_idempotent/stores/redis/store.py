@@ -9,7 +9,6 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from struct import Struct
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +40,13 @@ _INDEX = {state: b"%d" % (layout.KINDS.index(kind) + 2) for state, kind in layou
 _IN_LEASES = _INDEX[State.PROCESSING]
 #: The number of records that one trip of a sweep reads or writes.
 _PER_TRIP = 250
+#: The last byte read of each record for a list, whose value, message and steps come last and may be megabytes: an
+#: operator's note has up to 600 characters, a task id 255, an error 200, each of up to 4 bytes.
+_SUMMARY = b"4999"
+#: The most keys that one trip of a list reads, or one step of its scan looks for.
+_STEP = 500
+#: How many names a list reads of each index at a time.
+_NAMES = 16
 
 
 class RedisStore(base.Store):
@@ -268,8 +274,116 @@ class RedisStore(base.Store):
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> records.Page:
-        search = Search(self._link, self._keys, selection, limit, self.now_ms())
-        return search.scan(cursor, look_at) if selection.scans else search.walk(cursor, look_at)
+        now_ms = self.now_ms()
+        find = self._scan if selection.scans else self._walk
+        found, looked_at, after = find(selection, now_ms, cursor, limit, look_at)
+        return records.Page(records=(*found,), cursor=after, looked_at=looked_at, now_ms=now_ms)
+
+    def _walk(
+        self, selection: Selection, now_ms: int, cursor: str, limit: int, look_at: int
+    ) -> tuple[Sequence[Record], int, str]:
+        """Merge the indexes of all buckets by score, from the highest on, or from the longest stale.
+
+        The cursor is a score, and how many had it.
+        """
+        kinds = sorted({layout.INDEXED[state] for state in selection.wanted})
+        kind = b"".join(kinds).decode() + "!stale" * selection.stale
+        score, same = base.read_cursor(cursor, kind, 2)
+        entries = itertools.islice(self._entries(selection, now_ms, kinds, score), same, None)
+        found, looked_at = list[Record](), 0
+        while looked_at < look_at and len(found) < limit:
+            # The first step usually fills the page; the steps after that are larger.
+            most = min(_STEP if looked_at else limit, look_at - looked_at)
+            step = [*itertools.islice(entries, most)]
+            if not step:
+                return found, looked_at, ""
+            wanted = self._wanted(selection, now_ms, [name for _, name in step])
+            for at, name in step:
+                looked_at += 1
+                score, same = at, same + 1 if at == score else 1
+                if name in wanted:
+                    found.append(wanted[name])
+                if len(found) >= limit:
+                    break
+        return found, looked_at, base.write_cursor(kind, score, same)
+
+    def _scan(
+        self, selection: Selection, now_ms: int, cursor: str, limit: int, look_at: int
+    ) -> tuple[Sequence[Record], int, str]:
+        """Scan all keys; the cursor is a node, and the cursor of its ``SCAN``.
+
+        A page ends between two steps, for a step that is repeated may give other keys, or give them in another order.
+        """
+        number, at = base.read_cursor(cursor, "s", 2)
+        count, nodes = min(limit, _STEP), self._link.nodes()
+        found, looked_at = list[Record](), 0
+        while number < len(nodes) and len(found) < limit and looked_at < look_at:
+            step = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % count)
+            ((after, names),) = exchange(self._link, [step], nodes[number])
+            # A step looks at about so many keys, those of other applications included.
+            looked_at += max(len(names), count)
+            wanted, room = self._wanted(selection, now_ms, names).values(), limit - len(found)
+            if len(wanted) > room and (found or count > 1):
+                if found:
+                    break  # the next page has them
+                count //= 2
+                continue
+            found += wanted
+            if 4 * len(wanted) < room:
+                count = min(2 * count, _STEP)
+            # redis-py's client of a Cluster has the cursor of each node.
+            (at,) = map(int, after.values() if isinstance(after, dict) else (after,))
+            number += not at
+        return found, looked_at, base.write_cursor("s", number, at) if number < len(nodes) else ""
+
+    def _entries(
+        self, selection: Selection, now_ms: int, kinds: Sequence[bytes], first_score: int
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield scores and names of all indexes from a score on (0: from the first); stale ones upwards until now."""
+        indexes = [index for kind in kinds for index in self._keys.index(kind)]
+        start, now = b"%d" % first_score, b"%d" % now_ms
+        since = b"%d" % (selection.since_ms or 0)  # no deadline is before the last change
+        downwards = start if first_score else b"+inf", since, b"BYSCORE", b"REV"
+        order = (start, now, b"BYSCORE") if selection.stale else downwards
+        how = *order, b"WITHSCORES", b"LIMIT"
+
+        def ask(some: Sequence[bytes], at: int) -> list[Reply]:
+            place = b"%d" % at, b"%d" % _NAMES
+            return self._exchange(*((b"ZRANGE", index, *how, *place) for index in some))
+
+        def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
+            for at in itertools.count(_NAMES, _NAMES):
+                found = pairs(answer)
+                for name, score in found:
+                    if name != layout.MARK:
+                        yield int(float(score)), name
+                if len(found) < _NAMES:
+                    return
+                (answer,) = ask([index], at)
+
+        answers = zip(indexes, ask(indexes, 0), strict=True)
+        merged = (entries(*each) for each in answers if each[1])
+        return heapq.merge(*merged, key=lambda entry: entry[0], reverse=not selection.stale)
+
+    def _wanted(
+        self, selection: Selection, now_ms: int, names: Sequence[bytes]
+    ) -> dict[bytes, Record]:
+        """Read the records with these names; return those that are wanted, often none of thousands."""
+        ends = tuple(f":{key}".encode() for key in selection.keys) or (b"",)
+        identity = self._keys.identity
+        # The end first, which is fast: a search for one key looks at a million names.
+        named = [n for n in names if n.endswith(ends) and selection.names(identity(n))]
+        reads = self._exchange(*((b"GETRANGE", name, b"0", _SUMMARY) for name in named))
+        found: dict[bytes, Record] = {}
+        for name, packed in zip(named, reads, strict=True):
+            try:
+                record = layout.unpack(self._keys, identity(name), packed, summary=True).record
+                if selection.includes(record, now_ms):
+                    found[name] = record
+            except Unreadable as error:  # noqa: PERF203
+                if packed:  # else it is gone
+                    logger.warning("idempotency: %s", error)
+        return found
 
     def stats(self) -> records.Stats:
         now_ms = self.now_ms()
@@ -391,127 +505,3 @@ class RedisSnapshot(Snapshot):
         head, keys = self._packed[: layout.HEAD.size], self._keys.of_record(self._identity)
         self.swap = _SWAP.call(keys, head, packed, *anew, enters, b"%d" % score, leaves)
         return self.swap
-
-
-# -- lists -------------------------------------------------------------------------------------------------------------
-
-#: The last byte read of each record, whose value, message and steps come last and may be megabytes: an operator's note
-#: has up to 600 characters, a task id 255, an error 200, each of up to 4 bytes.
-_SUMMARY = b"4999"
-#: The most keys that one trip reads, or one step of a scan looks for.
-_STEP = 500
-#: How many names a search reads of each index at a time.
-_NAMES = 16
-
-
-@dataclass(slots=True)
-class Search:
-    """The search for one page: the records found so far, and how many keys it has looked at."""
-
-    link: servers.Link
-    keys: layout.Keyspace
-    selection: Selection
-    limit: int
-    now_ms: int
-    found: list[Record] = field(default_factory=list)
-    looked_at: int = 0
-
-    def walk(self, cursor: str, look_at: int) -> records.Page:
-        """Merge the indexes of all buckets by score, from the highest on, or from the longest stale.
-
-        The cursor is a score, and how many had it.
-        """
-        kinds = sorted({layout.INDEXED[state] for state in self.selection.wanted})
-        kind = b"".join(kinds).decode() + "!stale" * self.selection.stale
-        score, same = base.read_cursor(cursor, kind, 2)
-        entries = itertools.islice(self._entries(kinds, score), same, None)
-        while self.looked_at < look_at and len(self.found) < self.limit:
-            # The first step usually fills the page; the steps after that are larger.
-            most = min(_STEP if self.looked_at else self.limit, look_at - self.looked_at)
-            step = list(itertools.islice(entries, most))
-            if not step:
-                return self._page()
-            wanted = self._wanted([name for _, name in step])
-            for at, name in step:
-                self.looked_at += 1
-                score, same = at, same + 1 if at == score else 1
-                if name in wanted:
-                    self.found.append(wanted[name])
-                if len(self.found) >= self.limit:
-                    break
-        return self._page(kind, score, same)
-
-    def scan(self, cursor: str, look_at: int) -> records.Page:
-        """Scan all keys; the cursor is a node, and the cursor of its ``SCAN``.
-
-        A page ends between two steps, for a step that is repeated may give other keys, or give them in another order.
-        """
-        number, at = base.read_cursor(cursor, "s", 2)
-        count, nodes = min(self.limit, _STEP), self.link.nodes()
-        while number < len(nodes) and len(self.found) < self.limit and self.looked_at < look_at:
-            step = (b"SCAN", b"%d" % at, b"MATCH", self.keys.pattern, b"COUNT", b"%d" % count)
-            ((after, names),) = exchange(self.link, [step], nodes[number])
-            # A step looks at about so many keys, those of other applications included.
-            self.looked_at += max(len(names), count)
-            found, room = self._wanted(names).values(), self.limit - len(self.found)
-            if len(found) > room and (self.found or count > 1):
-                if self.found:
-                    break  # the next page has them
-                count //= 2
-                continue
-            self.found += found
-            if 4 * len(found) < room:
-                count = min(2 * count, _STEP)
-            # redis-py's client of a Cluster has the cursor of each node.
-            (at,) = map(int, after.values() if isinstance(after, dict) else (after,))
-            number += not at
-        return self._page("s", number, at) if number < len(nodes) else self._page()
-
-    def _entries(self, kinds: Sequence[bytes], first_score: int) -> Iterator[tuple[int, bytes]]:
-        """Yield scores and names of all indexes from a score on (0: from the first); stale ones upwards until now."""
-        indexes = [index for kind in kinds for index in self.keys.index(kind)]
-        start, now, is_stale = b"%d" % first_score, b"%d" % self.now_ms, self.selection.stale
-        since = b"%d" % (self.selection.since_ms or 0)  # no deadline is before the last change
-        downwards = start if first_score else b"+inf", since, b"BYSCORE", b"REV"
-        order = (start, now, b"BYSCORE") if is_stale else downwards
-        how = *order, b"WITHSCORES", b"LIMIT"
-
-        def ask(some: Sequence[bytes], at: int) -> list[Reply]:
-            place = b"%d" % at, b"%d" % _NAMES
-            return exchange(self.link, [(b"ZRANGE", index, *how, *place) for index in some])
-
-        def entries(index: bytes, answer: Reply) -> Iterator[tuple[int, bytes]]:
-            for at in itertools.count(_NAMES, _NAMES):
-                found = pairs(answer)
-                for name, score in found:
-                    if name != layout.MARK:
-                        yield int(float(score)), name
-                if len(found) < _NAMES:
-                    return
-                (answer,) = ask([index], at)
-
-        answers = zip(indexes, ask(indexes, 0), strict=True)
-        merged = (entries(*each) for each in answers if each[1])
-        return heapq.merge(*merged, key=lambda entry: entry[0], reverse=not is_stale)
-
-    def _wanted(self, names: Sequence[bytes]) -> dict[bytes, Record]:
-        """Read the records with these names; return those that are wanted, often none of thousands."""
-        ends = tuple(f":{key}".encode() for key in self.selection.keys) or (b"",)
-        is_named, identity = self.selection.names, self.keys.identity
-        # The end first, which is fast: a search for one key looks at a million names.
-        named = [name for name in names if name.endswith(ends) and is_named(identity(name))]
-        reads = [(b"GETRANGE", name, b"0", _SUMMARY) for name in named]
-        found: dict[bytes, Record] = {}
-        for name, packed in zip(named, exchange(self.link, reads), strict=True):
-            try:
-                record = layout.unpack(self.keys, identity(name), packed, summary=True).record
-                if self.selection.includes(record, self.now_ms):
-                    found[name] = record
-            except Unreadable as error:  # noqa: PERF203
-                if packed:  # else it is gone
-                    logger.warning("idempotency: %s", error)
-        return found
-
-    def _page(self, kind: str = "", *place: int) -> records.Page:
-        cursor, seen = base.write_cursor(kind, *place), {"looked_at": self.looked_at}
-        return records.Page(records=tuple(self.found), cursor=cursor, now_ms=self.now_ms, **seen)
