@@ -90,7 +90,9 @@ def test_the_connections_of_the_store_have_bounds_of_their_own(
     alias = use_database(vendor)
     bounds = BOUNDS[vendor].keys() - {"connect_timeout"}
     connections.databases[alias]["OPTIONS"].update(connect_timeout=7)
-    options = DjangoStore(alias).connections._new().connection.settings_dict["OPTIONS"]
+    connection = DjangoStore(alias).connections._new().connection
+    connection.close()
+    options = connection.settings_dict["OPTIONS"]
     assert all(options[name] > 0 for name in bounds)
     assert options["connect_timeout"] == 7, "the project's own come first"
 

@@ -58,6 +58,14 @@ _CHECK_MS = 5_000
 _ENDED = ("25P02", "3B001", "25P01", 1305)
 
 
+_TASK_ENDED_IT = (
+    "the transaction of an idempotency_atomic task ended or failed before the task did. The task committed it, rolled"
+    " it back or marked it for that, perhaps by a statement that commits implicitly; closed its connection"
+    " (close_old_connections()); or continued after a database error. Do not end it in the task, and put a statement"
+    " that may fail inside transaction.atomic(), with the error caught outside of that block"
+)
+
+
 class SessionLost(OperationalError):
     """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
 
@@ -65,18 +73,6 @@ class SessionLost(OperationalError):
         super().__init__(
             "the session of the task's transaction was lost before the COMMIT: everything is rolled back. The database"
             " ends one that is silent for longer than the task's idempotency_lease"
-        )
-
-
-class TransactionEnded(StoreMisconfigured):
-    """The task ended or broke the transaction that should have settled its record with its own writes."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the transaction of an idempotency_atomic task ended or failed before the task did. The task committed it,"
-            " rolled it back or marked it for that, perhaps by a statement that commits implicitly; closed its"
-            " connection (close_old_connections()); or continued after a database error. Do not end it in the task, and"
-            " put a statement that may fail inside transaction.atomic(), with the error caught outside of that block"
         )
 
 
@@ -236,7 +232,7 @@ class ClaimTransaction:
             cause: Any = own.rollback_exc if own.needs_rollback else None  # type: ignore[attr-defined]
             if isinstance(cause, Error) and kind(cause, own.vendor) == "lost":
                 raise SessionLost from cause
-            raise TransactionEnded from cause
+            raise StoreMisconfigured(_TASK_ENDED_IT) from cause
         try:
             # Set first thing in the transaction, so it exists only as long as the transaction does.
             first = "" if own.vendor == "postgresql" else f"RELEASE SAVEPOINT {_SAVEPOINT}"
@@ -244,12 +240,12 @@ class ClaimTransaction:
             if own.vendor == "postgresql" and not settled:
                 found = session.rows("SELECT current_setting('celery_idempotent.token', true)")
                 if found != [(str(request.record.token),)]:
-                    raise TransactionEnded
+                    raise StoreMisconfigured(_TASK_ENDED_IT)
         except Error as error:
             if kind(error, own.vendor) in ("conflict", "lost"):
                 raise
             if error_code(error) in _ENDED or "no such savepoint" in str(error):
-                raise TransactionEnded from error
+                raise StoreMisconfigured(_TASK_ENDED_IT) from error
             raise self._connections.trouble(error) from error
         return settled
 

@@ -25,12 +25,12 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, OperationalError, connections
+from django.db import Error, IntegrityError, OperationalError, connections
 from django.db.transaction import atomic
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect_of, error_code, kind
+from celery_idempotent.django.sql.dialects import Dialect, dialect_of, error_code, kind
 from celery_idempotent.django.transactions import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
@@ -68,10 +68,6 @@ _HINTS = {READ_ONLY: _LET_WRITE, 1792: _LET_WRITE, "42P01": _MIGRATE, 1146: _MIG
 #: collector does, would end its sessions.
 _inherited: list[object] = []
 _known: weakref.WeakSet[Connections] = weakref.WeakSet()
-
-
-class _Changed(Exception):
-    """What was read has changed since."""
 
 
 class Session:
@@ -114,9 +110,9 @@ class Session:
             return read(self.cursor.execute(sql, params, prepare=self._prepare))
 
     def swap(self, sql: str, params: Sequence[Any]) -> None:
-        """Run a statement that writes one row; if it does not, the verb begins again."""
+        """Run a statement that writes one row; if it does not, the row has changed, and the verb begins again."""
         if self.execute(sql, params) != 1:
-            raise _Changed
+            raise IntegrityError
 
     def takes(self, size: int) -> bool:
         """Does a statement with such a value fit? MySQL and MariaDB end the session of a client that sends more."""
@@ -142,20 +138,19 @@ class Connections:
 
     def _begin_empty(self) -> None:
         """Begin without connections: at first, and in a forked child."""
-        self._open: set[Session] = set()
         self._idle: list[Session] = []
         # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(MAX_OPEN):
             self._tickets.put(None)
         # The heartbeat's thread may write counters after the store was closed: a connection is idle again.
-        self._at_end = weakref.finalize(self, _close_all, self._open)
+        self._at_end = weakref.finalize(self, _close_all, self._idle)
         self._at_end.atexit = False
 
     def forget_inherited(self) -> None:
         """Leave the connections of the parent alone, in a forked child."""
         self._at_end.detach()
-        _inherited.append(self._open)
+        _inherited.append(self._idle)
         self._begin_empty()
 
     def run(self, work: Callable[[Session], T]) -> T:
@@ -169,27 +164,22 @@ class Connections:
         attempt, lost = 0, False
         while True:
             attempt += 1
-            error: Error | None = None
-            trouble: Kind = "conflict"
             try:
                 with self._session(own) as session:
                     return work(session)
-            except _Changed:
-                pass
-            except Error as found:
-                error, trouble = found, kind(found, own.vendor)
-                if self.joined():
-                    # Part of the thread's transaction: nothing can be repeated.
-                    raise self.trouble(found) from found
-            if trouble == "lost" and not lost:
-                lost = True
-                self.close()  # the idle ones are dead as well
-                continue
-            # The first of them needs a moment to finish.
-            pauses = {"until": give_up, "first": 0.002, "longest": 0.05}
-            again = trouble in ("conflict", "duplicate") and backoff.pause(attempt, **pauses)
-            if not again:
-                raise self.trouble(error) from error
+            except Error as error:
+                trouble = kind(error, own.vendor)
+                # As part of the thread's transaction nothing can be repeated.
+                may_repeat = not self.joined()
+                if may_repeat and trouble == "lost" and not lost:
+                    lost = True
+                    self.close()  # the idle ones are dead as well
+                    continue
+                # The first of them needs a moment to finish.
+                pauses = {"until": give_up, "first": 0.002, "longest": 0.05}
+                again = may_repeat and trouble in ("conflict", "duplicate")
+                if not again or not backoff.pause(attempt, **pauses):
+                    raise self.trouble(error) from error
 
     def joined(self) -> bool:
         """Would a verb become part of the thread's transaction?"""
@@ -217,20 +207,17 @@ class Connections:
 
     def close(self) -> None:
         """Close the idle connections."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._close(self._idle.pop())
+        _close_all(self._idle)
 
-    def trouble(self, error: Error | None) -> StoreUnavailable | StoreMisconfigured:
+    def trouble(self, error: Error) -> StoreUnavailable | StoreMisconfigured:
         """Return our error for what the database raised: by whether trying again may help."""
-        where, what = f"the database {self.alias!r}", error and kind(error, self.own().vendor)
-        if error is None or what == "duplicate":
+        where, what = f"the database {self.alias!r}", kind(error, self.own().vendor)
+        if what == "duplicate":
             return StoreUnavailable(f"{where}: other writers changed the same record too often")
         # Never the text of an error about data: it quotes the data, which may be secret.
         if what == "misconfigured":
-            hint = _HINTS.get(error_code(error), "its log says why")
-            if "no such table" in str(error):
-                hint = _MIGRATE
+            is_new = "no such table" in str(error)
+            hint = _MIGRATE if is_new else _HINTS.get(error_code(error), "its log says why")
             problem = f"{where} refused a statement ({type(error).__name__})"
             return StoreMisconfigured(f"{problem}: {hint}")
         text = str(error).strip().split("\n", 1)[0]
@@ -265,14 +252,9 @@ class Connections:
                 session = self._new()
             is_reusable = False
             try:
-                if session.connection.connection is None:
-                    self._connect(session)
                 yield session
                 is_reusable = True
-            except (_Changed, IdempotencyError):
-                is_reusable = True
-                raise
-            except Error as error:
+            except (Error, IdempotencyError) as error:
                 read_only = error_code(error) == READ_ONLY
                 if read_only and session.rows("SELECT pg_is_in_recovery()")[0][0]:
                     # Lost: the next connection may lead to the server that is the primary by now.
@@ -286,12 +268,13 @@ class Connections:
                     session.cursor = None
                     self._idle.append(session)
                 else:
-                    self._close(session)
+                    _close_all([session])
         finally:
             if got:
                 tickets.put(None)
 
     def _new(self) -> Session:
+        """Open one. psycopg has the server plan a statement once: planning a claim takes longer than executing it."""
         connection = connections.create_connection(self.alias)
         settings = connection.settings_dict
         left_out = ("pool", "server_side_binding", "isolation_level", "prepare_threshold")
@@ -305,27 +288,16 @@ class Connections:
         connection.settings_dict = {**settings, "OPTIONS": options}
         connection.inc_thread_sharing()
         session = self.session_of(connection)
-        self._open.add(session)
-        return session
-
-    def _connect(self, session: Session) -> None:
-        """Open it. psycopg has the server plan a statement once: planning a claim takes longer than executing it."""
-        connection = session.connection
         connection.ensure_connection()
-        raw = connection.connection
-        if not _is_psycopg_3(connection) or raw is None:
-            return
-        if self.prepares is None:
+        raw: Any = connection.connection
+        if self.prepares is None and _is_psycopg_3(connection):
             # A pooler says that it is the session, and a statement may find another one than prepared it.
             ((pid,),) = session.rows("SELECT pg_backend_pid()")
-            pooled = connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+            pooled = settings.get("DISABLE_SERVER_SIDE_CURSORS")
             self.prepares = pid == raw.info.backend_pid and not pooled
         if self.prepares:
             raw.prepare_threshold = _PREPARE_AFTER
-
-    def _close(self, session: Session) -> None:
-        self._open.discard(session)
-        _close_all({session})
+        return session
 
 
 def _uses_own(own: BaseDatabaseWrapper) -> bool:
@@ -337,13 +309,15 @@ def _is_psycopg_3(connection: BaseDatabaseWrapper) -> bool:
     return connection.Database.__name__ == "psycopg"  # type: ignore[attr-defined,no-any-return]
 
 
-def _close_all(opened: set[Session]) -> None:
+def _close_all(opened: list[Session]) -> None:
     # Not by Django's own close(): it refuses wherever an event loop runs, and garbage is collected there, too.
-    for session in opened:
-        raw, session.connection.connection = session.connection.connection, None
-        if raw is not None:
-            with contextlib.suppress(Exception):
-                raw.close()
+    with contextlib.suppress(IndexError):
+        while True:  # other threads may be taking and closing them as well
+            own = opened.pop().connection
+            raw, own.connection = own.connection, None
+            if raw is not None:
+                with contextlib.suppress(Exception):
+                    raw.close()
 
 
 def _after_in_child() -> None:
