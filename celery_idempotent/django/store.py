@@ -194,10 +194,8 @@ class DjangoStore(base.Store):
             f" AND NOT (state = 'P' AND expires_ms <= {now} AND {dialect.running}) ORDER BY prune_ms LIMIT %s",
             (batch,),
         )
-        over, alive = (
-            sorted(bytes(name) for name, _, lives in found if lives == wanted)
-            for wanted in (False, True)
-        )
+        over = sorted(bytes(name) for name, _, lives in found if not lives)
+        alive = sorted(bytes(name) for name, _, lives in found if lives)
         deleted, here = 0, "celery_idempotent_record WHERE digest IN"
         if over:
             # Before the rows, so that no crash in between loses a token.

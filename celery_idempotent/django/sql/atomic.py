@@ -58,6 +58,10 @@ _CHECK_MS = 5_000
 _ENDED = ("25P02", "3B001", "25P01", 1305)
 
 
+_LOST = (
+    "the session of the task's transaction was lost before the COMMIT: everything is rolled back. The database ends one"
+    " that is silent for longer than the task's idempotency_lease"
+)
 _TASK_ENDED_IT = (
     "the transaction of an idempotency_atomic task ended or failed before the task did. The task committed it, rolled"
     " it back or marked it for that, perhaps by a statement that commits implicitly; closed its connection"
@@ -68,12 +72,6 @@ _TASK_ENDED_IT = (
 
 class SessionLost(OperationalError):
     """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the session of the task's transaction was lost before the COMMIT: everything is rolled back. The database"
-            " ends one that is silent for longer than the task's idempotency_lease"
-        )
 
 
 class ClaimTransaction:
@@ -95,6 +93,8 @@ class ClaimTransaction:
         self._block = Atomic(connections.alias, True, False)
         #: Finds the claim's row.
         self._claim = digest(record.identity), record.token
+        #: Its lock (MariaDB, MySQL).
+        self._lock_name = f"celery_idempotent:{self._claim[0].hex().upper()}{record.token}"
         #: The lease that the claim was made with.
         self._lease_ms = max((record.deadline_ms or 0) - record.updated_ms, 1_000)
         #: Is it within the transaction of a TestCase?
@@ -138,7 +138,7 @@ class ClaimTransaction:
             is_lost = self._roll_back(found)
             if is_lost and isinstance(found, Error):
                 # 25P03 is an InternalError to Django: an autoretry_for of OperationalError shall see it.
-                raise SessionLost from found
+                raise SessionLost(_LOST) from found
             if found is not error:
                 raise
         else:
@@ -202,9 +202,8 @@ class ClaimTransaction:
         return found
 
     def _lock_row(self) -> list[tuple[Any, ...]]:
-        raw: Any = self._own.connection
-        statement = _lock_statement(self._lease_ms, raw.info.server_version)
-        return self._session.rows(statement, self._claim)
+        version: int = self._own.pg_version  # type: ignore[attr-defined]
+        return self._session.rows(_lock_statement(self._lease_ms, version), self._claim)
 
     def _lock_session(self) -> list[tuple[Any, ...]]:
         """Take the lock and begin, which Django finds done: :meth:`_unlock` undoes lock and time-out, the session's."""
@@ -214,7 +213,7 @@ class ClaimTransaction:
         ((locked, known, ours),) = self._session.rows(
             f"SELECT get_lock(%s, 0), @@SESSION.{variable},"
             f" (SELECT count(*) FROM celery_idempotent_record WHERE {_OURS})",
-            (self._lock_name(), *self._claim),
+            (self._lock_name, *self._claim),
         )
         lease = self._lease_ms // 1000
         self._timeout = (variable, known)
@@ -222,16 +221,12 @@ class ClaimTransaction:
         self._session.execute(f"SAVEPOINT {_SAVEPOINT}", first=begin)
         return [(locked,)] if ours else []
 
-    def _lock_name(self) -> str:
-        name, token = self._claim
-        return f"celery_idempotent:{name.hex().upper()}{token}"
-
     def settle(self, request: SettleRequest) -> bool:
         own, session = self._own, self._session
         if own.closed_in_transaction or own.connection is None or own.needs_rollback:
             cause: Any = own.rollback_exc if own.needs_rollback else None  # type: ignore[attr-defined]
             if isinstance(cause, Error) and kind(cause, own.vendor) == "lost":
-                raise SessionLost from cause
+                raise SessionLost(_LOST) from cause
             raise StoreMisconfigured(_TASK_ENDED_IT) from cause
         try:
             # Set first thing in the transaction, so it exists only as long as the transaction does.
@@ -335,7 +330,7 @@ class ClaimTransaction:
             if self._own.connection is not None:
                 self._session.execute(
                     f"SET SESSION {variable} = {known}, @celery_idempotent = release_lock(%s)",
-                    (self._lock_name(),),
+                    (self._lock_name,),
                 )
         except BaseException as error:
             drop(self._own)  # the server may still answer

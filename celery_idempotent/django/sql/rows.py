@@ -49,8 +49,6 @@ _MOMENTS = {"created_ms", "updated_ms", "deadline_ms", "due_ms", "expires_ms"}
 
 _CODEC = FieldCodec("fingerprint", *COLUMNS, ascii_only=True)
 _write_line = _CODEC.writer(STORED)
-#: Bytes in the line, as hexadecimal digits.
-_IDS = ("fingerprint", "attempt")
 
 _MARK = f"coalesce((SELECT value FROM celery_idempotent_mark WHERE id = {TOKENS}), 0)"
 
@@ -104,8 +102,9 @@ def stored_record(identity: Identity, row: Sequence[Any]) -> StoredRecord:
     try:
         state, body = STATES[letter], None if value is None else bytes(value)
         rest = _CODEC.decode((data or "").encode(), body)
-        rest.update({name: bytes.fromhex(rest[name]) for name in _IDS if name in rest})
-        attempt, requeues = rest.pop("attempt", b""), rest.pop("requeues", 0)
+        attempt, requeues = bytes.fromhex(rest.pop("attempt", "")), rest.pop("requeues", 0)
+        if "fingerprint" in rest:
+            rest["fingerprint"] = bytes.fromhex(rest["fingerprint"])
         record = Record(identity=identity, state=state, **columns, **rest)
     except (ValueError, KeyError, TypeError) as error:
         place = f"digest {digest(identity).hex()} in celery_idempotent_record"
