@@ -11,7 +11,7 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_idempotent.records import State
-from celery_idempotent.stores.redis.servers import SCRIPTS, Script
+from celery_idempotent.stores.redis.servers import SCRIPTS, SOURCES
 from tests.delivery.app import make_app
 from tests.support.apps import environment
 from tests.support.ledger import Ledger
@@ -208,17 +208,16 @@ def digests(private_redis: EmbeddedRedis) -> dict[str, bytes]:
     import redis
 
     client = redis.Redis.from_url(private_redis.url())
-    for digest, source in Script.sources.items():
+    for digest, source in SOURCES.items():
         assert client.script_load(source) == digest.decode()
     client.close()
-    found = {name: script.digest for name, script in SCRIPTS.items()}
 
     def with_words(count: int, name: str) -> bytes:
-        return b"*%d\r\n$7\r\nEVALSHA\r\n$40\r\n%b" % (count, found[name])
+        return b"*%d\r\n$7\r\nEVALSHA\r\n$40\r\n%b" % (count, SCRIPTS[name])
 
     # A look is the script of a claim without arguments, a release that of a settle.
-    return found | {
+    return SCRIPTS | {
         "claim": with_words(9, "claim"),
-        "settle": found["end"],
+        "settle": SCRIPTS["end"],
         "release": with_words(6, "end"),
     }

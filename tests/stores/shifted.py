@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from celery_idempotent.stores.redis.servers import Command, Link, Script
+from celery_idempotent.stores.redis.servers import SOURCES, Command, Link
 from celery_idempotent.stores.redis.store import RedisStore
 
 TIME = b"local time = redis.call('TIME')"
@@ -42,10 +42,10 @@ class ShiftedLink(LinkProxy):
         kind, *rest = command
         if not self.offset_us or kind not in (b"EVALSHA", b"EVAL"):
             return command
-        source = Script.sources[rest[0]] if kind == b"EVALSHA" else rest[0]
+        source = SOURCES[rest[0]] if kind == b"EVALSHA" else rest[0]
         moved = source.replace(TIME, TIME + b" time[2] = time[2] + %d" % self.offset_us)
         assert moved != source or b"'TIME'" not in source
-        return (kind, Script(moved).digest if kind == b"EVALSHA" else moved, *rest[1:])
+        return (b"EVAL", moved, *rest[1:])
 
 
 class Shift:
@@ -108,7 +108,7 @@ class FixedLink(LinkProxy):
     def _fixed(self, command: Command) -> Command:
         if command[0] != b"EVALSHA":
             return command
-        source = Script.sources[command[1]]
+        source = SOURCES[command[1]]
         fixed = source.replace(TIME, self._read)
         assert fixed != source or b"'TIME'" not in source
         return (b"EVAL", fixed, *command[2:])

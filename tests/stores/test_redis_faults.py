@@ -16,7 +16,7 @@ import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Claimed, Held, Identity, State
-from celery_idempotent.stores.redis.servers import Script
+from celery_idempotent.stores.redis.servers import SOURCES
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.verbs import KEY, LEASE_MS, VALUE, ask, claim, renew, reserve, settle
 from tests.support.tiers import examples
@@ -38,7 +38,7 @@ def store(private_redis):
 @pytest.fixture
 def proxied(redis_proxy, direct):
     """A store behind a proxy that can break its connections; the server knows the scripts."""
-    for source in Script.sources.values():
+    for source in SOURCES.values():
         direct.script_load(source)
     store = RedisStore(redis_proxy.url() + "?socket_timeout=2")
     yield store

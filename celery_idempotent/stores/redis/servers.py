@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.resources import files
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import redis
@@ -29,26 +29,18 @@ Reply: TypeAlias = Any
 Command: TypeAlias = tuple[bytes, ...]
 
 
-class Script:
-    """A script that servers know by its digest."""
-
-    #: By digest, for servers that do not know it.
-    sources: ClassVar[dict[bytes, bytes]] = {}
-
-    def __init__(self, source: bytes) -> None:
-        self.digest = hashlib.sha1(source, usedforsecurity=False).hexdigest().encode()
-        self.sources[self.digest] = source
-
-    def call(self, keys: Sequence[bytes], *args: bytes) -> Command:
-        """Return the command that runs this script, on keys of one bucket."""
-        return (b"EVALSHA", self.digest, b"%d" % len(keys), *keys, *args)
+#: The digests of the scripts by name, and the scripts by digest, for servers that do not know them.
+SCRIPTS: dict[str, bytes] = {}
+SOURCES: dict[bytes, bytes] = {}
+# Read now: a process may be forked while a thread reads one. From a zipapp, too.
+for _file in files(__package__).joinpath("lua").iterdir():
+    _digest = hashlib.sha1(_file.read_bytes(), usedforsecurity=False).hexdigest().encode()
+    SCRIPTS[_file.name.removesuffix(".lua")], SOURCES[_digest] = _digest, _file.read_bytes()
 
 
-#: Read now: a process may be forked while a thread reads one. From a zipapp, too.
-SCRIPTS = {
-    file.name.removesuffix(".lua"): Script(file.read_bytes())
-    for file in files(__package__).joinpath("lua").iterdir()
-}
+def call(script: bytes, keys: Sequence[bytes], *args: bytes) -> Command:
+    """Return the command that runs the script with this digest, on keys of one bucket."""
+    return (b"EVALSHA", script, b"%d" % len(keys), *keys, *args)
 
 
 #: How many idle connections stay open after a burst of threads or greenlets.
@@ -217,7 +209,7 @@ def exchange(
         for n, answer in enumerate(answers):
             if isinstance(answer, exceptions.NoScriptError):
                 _, digest, *rest = commands[n]
-                (answers[n],) = link.exchange([(b"EVAL", Script.sources[digest], *rest)])
+                (answers[n],) = link.exchange([(b"EVAL", SOURCES[digest], *rest)])
     except _ERRORS as error:
         raise trouble(error, link.where) from error
     for answer in answers:

@@ -20,7 +20,7 @@ from celery_idempotent.stores import base, table
 from celery_idempotent.stores.fields import Unreadable
 from celery_idempotent.stores.redis import format as layout
 from celery_idempotent.stores.redis import servers
-from celery_idempotent.stores.redis.servers import Command, Reply, exchange, pairs
+from celery_idempotent.stores.redis.servers import Command, Reply, call, exchange, pairs
 from celery_idempotent.stores.table import Snapshot, StoredRecord, Verb
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class RedisStore(base.Store):
             tail = layout.pack(table.after(rule, None, args, 0, 0))[layout.START.size :]
         times = b"%d" % delay_ms, b"%d" % (delay_ms + request.keep_ms)
         keys = self._keys.of_record(identity)[:2]
-        (found,) = exchange(self._link, (_CLAIM.call(keys, *times, layout.STARTS[state], tail),))
+        (found,) = exchange(self._link, (call(_CLAIM, keys, *times, layout.STARTS[state], tail),))
         if not isinstance(found, bytes):
             args = table.arguments(request)
             return self._at(identity, lambda snapshot: self._taken(verb, snapshot, args), found)
@@ -142,7 +142,7 @@ class RedisStore(base.Store):
             keys = *keys, result.key
             args = *args, result.payload, b"%d" % result.expires_s
         try:
-            (done,) = exchange(self._link, (_END.call(keys, *args),))
+            (done,) = exchange(self._link, (call(_END, keys, *args),))
         except StoreMisconfigured as refused:
             if result is None:
                 raise
@@ -177,7 +177,7 @@ class RedisStore(base.Store):
 
     def release(self, identity: Identity, *, token: int, **how: Any) -> bool:
         keys = self._keys.of_record(identity)[:2]
-        (found,) = exchange(self._link, (_END.call(keys, layout.pack_own(token)),))
+        (found,) = exchange(self._link, (call(_END, keys, layout.pack_own(token)),))
         return isinstance(found, bytes) or super().release(identity, token=token, **how)
 
     def renew(self, leases: Sequence[records.Renewal]) -> list[bool]:
@@ -186,7 +186,7 @@ class RedisStore(base.Store):
         for each in leases:
             args = b"%d" % each.lease_ms, b"%d" % (each.lease_ms + each.keep_ms)
             keys = self._keys.of_record(each.identity)[:2]
-            calls.append(_RENEW.call(keys, layout.pack_own(each.token), *args))
+            calls.append(call(_RENEW, keys, layout.pack_own(each.token), *args))
         answers = zip(leases, self._exchange(*calls), strict=True)
         return [answer == b"renewed" or self._renew(each) for each, answer in answers]
 
@@ -195,7 +195,7 @@ class RedisStore(base.Store):
         highest = 0
         while True:
             if found is None:
-                (found,) = self._exchange(_CLAIM.call(self._keys.of_record(identity)[:1]))
+                (found,) = self._exchange(call(_CLAIM, self._keys.of_record(identity)[:1]))
             snapshot = RedisSnapshot(identity, self._keys, found, highest)
             result = verb(snapshot)
             (written,) = self._exchange(snapshot.swap) if snapshot.swap else (1,)
@@ -232,7 +232,7 @@ class RedisStore(base.Store):
         """Decide about some records at a time, with two trips: one to look, one to write."""
         for at in range(0, len(due), _PER_TRIP):
             some = due[at : at + _PER_TRIP]
-            looks = [_CLAIM.call(self._keys.of_record(each)[:1]) for each in some]
+            looks = [call(_CLAIM, self._keys.of_record(each)[:1]) for each in some]
             swept, swaps = [], []
             for each, answer in zip(some, self._exchange(*looks), strict=True):
                 with suppress(Unreadable):  # left to the newer version that wrote it
@@ -263,7 +263,7 @@ class RedisStore(base.Store):
                 some = [*dict.fromkeys(itertools.chain(*names))][:left]
                 left -= len(some)
                 looks += [(index, *some)] if some else []
-            gone = self._exchange(*(_PRUNE.call(look, letters[look[0]]) for look in looks))
+            gone = self._exchange(*(call(_PRUNE, look, letters[look[0]]) for look in looks))
             pruned += sum(gone)
             indexes = [look[0] for look, n in zip(looks, gone, strict=True) if 8 * n >= len(look)]
             most *= 2
@@ -446,7 +446,7 @@ class RedisStore(base.Store):
     def missing_rights(self) -> Sequence[str]:
         # In a Cluster each server has users of its own: some buckets of most of them.
         names = self._keys.index(layout.LEASES)[::8]
-        asks = [servers.SCRIPTS["rights"].call((name,)) for name in names]
+        asks = [call(servers.SCRIPTS["rights"], (name,)) for name in names]
         missing = exchange(self._link, asks, first=True)
         return sorted({each.decode() for some in missing for each in some})
 
@@ -503,5 +503,5 @@ class RedisSnapshot(Snapshot):
     ) -> Command:
         anew, leaves = life_and_token or (b"", b""), leaves if leaves != enters else b""
         head, keys = self._packed[: layout.HEAD.size], self._keys.of_record(self._identity)
-        self.swap = _SWAP.call(keys, head, packed, *anew, enters, b"%d" % score, leaves)
+        self.swap = call(_SWAP, keys, head, packed, *anew, enters, b"%d" % score, leaves)
         return self.swap
