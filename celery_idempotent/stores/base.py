@@ -241,9 +241,13 @@ class Store(ABC):
             more=len(found) > limit,
         )
 
-    def _take(self, verb: Verb, request: records.ClaimRequest | records.ReserveRequest) -> Any:
+    def _take(
+        self, verb: Verb, request: records.ClaimRequest | records.ReserveRequest, *found: Any
+    ) -> Any:
         args = table.arguments(request)
-        return self._at(request.identity, lambda snapshot: self._taken(verb, snapshot, args))
+        return self._at(
+            request.identity, lambda snapshot: self._taken(verb, snapshot, args), *found
+        )
 
     def _taken(self, verb: Verb, snapshot: Snapshot, args: VerbArguments) -> object:
         answer, taken = self._do(verb, snapshot, args)

@@ -235,7 +235,7 @@ class StoredRecord(NamedTuple):
 
 @dataclass(slots=True, repr=False, eq=False)
 class VerbArguments:
-    """The arguments of a verb, with the ``fields`` that it brings for the record.
+    """The arguments of a verb, with the ``fields`` that it brings for the record, or the ``request`` that has them.
 
     ``delay_ms`` is the length of the lease, or the time until the deadline. ``claim`` replaces a record that was lost.
     """
@@ -250,25 +250,34 @@ class VerbArguments:
     step: tuple[str, Stored] | None = None
     claim: Record | None = None
     each_runs: bool = False
+    request: Any = None
+
+    def brought(self) -> Fields:
+        """Return the fields for the record; a duplicate's are not read, which takes as long as all its rules."""
+        if self.request is None:
+            return self.fields
+        names, read = _READERS[type(self.request)]
+        return {**self.fields, **dict(zip(names, read(self.request), strict=True))}
 
 
 def arguments(request: Request) -> VerbArguments:
     """Return the arguments of a claim, a reservation or a settle."""
-    names, read = _READERS[type(request)]
-    fields = dict(zip(names, read(request), strict=True))
+    args = VerbArguments({}, b"", None, request.keep_ms)
+    args.request = request
     if isinstance(request, SettleRequest):
-        claim, restore = request.record, request.restore
-        args = VerbArguments(fields, b"", None, request.keep_ms, claim.token)
-        args.state, args.restore, args.claim = None if restore else claim.state, restore, claim
+        claim, args.restore = request.record, request.restore
+        args.token, args.claim = claim.token, claim
+        args.state = None if request.restore else claim.state
         return args
+    args.each_runs = request.each_runs
     if isinstance(request, records.ClaimRequest):
-        attempt, delay_ms = request.attempt, request.lease_ms
+        args.attempt, args.delay_ms = request.attempt, request.lease_ms
     else:
         # Identifies the sender also where the record has another's task id.
-        size, fields["reserved"] = records.ATTEMPT_BYTES, True
-        attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
-        delay_ms = request.deadline_ms
-    return VerbArguments(fields, attempt, delay_ms, request.keep_ms, each_runs=request.each_runs)
+        size, args.fields["reserved"] = records.ATTEMPT_BYTES, True
+        args.attempt = hashlib.blake2b(request.task_id.encode(), digest_size=size).digest()
+        args.delay_ms = request.deadline_ms
+    return args
 
 
 def _brought(request: type) -> dict[str, str]:
@@ -319,15 +328,15 @@ Condition = Callable[[Any, VerbArguments, int], bool]
 _CONDITIONS: dict[str, Condition] = {
     # ``None`` is equal to any.
     "another fingerprint": lambda s, a, _: (
-        len({s.record.fingerprint, a.fields["fingerprint"], None}) == 3
+        len({s.record.fingerprint, a.request.fingerprint, None}) == 3
     ),
     "a copy of an earlier task": lambda s, a, _: (
-        a.fields["task_id"] in s.record.copies and a.fields["task_id"] != s.record.task_id
+        a.request.task_id in s.record.copies and a.request.task_id != s.record.task_id
     ),
     "each runs": lambda _, a, __: a.each_runs,
     # A replacement has the task id of what it replaces, and goes on.
     "the mark of another task": lambda s, a, _: (
-        s.record.task_id != a.fields["task_id"]
+        s.record.task_id != a.request.task_id
         and (s.record.state is State.FAILED or not s.record.replaced)
     ),
     "another token": lambda s, a, _: a.token not in (None, s.record.token),
@@ -336,8 +345,8 @@ _CONDITIONS: dict[str, Condition] = {
     "another attempt": lambda s, a, _: s.attempt != a.attempt,
     "was claimed before": lambda s, *_: s.record.attempts > 1,
     "another task": lambda s, a, _: s.record.task_id != a.fields["task_id"],
-    "the same task id": lambda s, a, _: s.record.task_id == a.fields["task_id"],
-    "with a message": lambda _, a, __: a.fields["message"] is not None,
+    "the same task id": lambda s, a, _: s.record.task_id == a.request.task_id,
+    "with a message": lambda _, a, __: a.request.message is not None,
     # At that millisecond it is over.
     "before its deadline": lambda s, _, now_ms: (s.record.deadline_ms or 0) > now_ms,
     "no token given": lambda _, a, __: a.token is None,
@@ -349,7 +358,7 @@ _CONDITIONS: dict[str, Condition] = {
         a.delay_ms is not None and (s.record.reserved or s.record.message is not None)
     ),
     "has steps": lambda s, *_: bool(s.record.steps),
-    "by an operator": lambda _, a, __: bool(a.fields["note"]),
+    "by an operator": lambda _, a, __: bool(a.brought()["note"]),
     "has this step": lambda s, a, _: bool(a.step and a.step[0] in dict(s.record.steps)),
     "has no message": lambda s, *_: s.record.message is None,
     "has a message": lambda s, *_: s.record.message is not None,
@@ -362,7 +371,8 @@ def after(
 ) -> StoredRecord:
     """Return the record that a rule stores; ``token`` is that of a new claim or reservation."""
     old = args.claim if stored is None else stored.record
-    fields: Fields = {**args.fields, "attempts": rule.attempts, "updated_ms": now_ms}
+    brought = args.brought()
+    fields: Fields = {**brought, "attempts": rule.attempts, "updated_ms": now_ms}
     delay_ms, keep_ms, carried = args.delay_ms or 0, args.keep_ms, rule.carried
     if rule.resends and stored is not None:
         delay_ms *= 2 ** min(stored.requeues, 10)  # usually a minute, at last 17 hours
@@ -379,7 +389,7 @@ def after(
         fields["crashes"] = fields.get("crashes", 0) + rule.crashes
         if "attempts" in carried:
             fields["attempts"] += rule.attempts
-        sent = (old.task_id,) if rule.resends else args.fields.get("copies", ())
+        sent = (old.task_id,) if rule.resends else brought.get("copies", ())
         if rule.verb == "settle":
             sent = sent or old.copies  # a sweep may have sent one since the claim
             keep_ms = kept_ms(keep_ms, sent)
@@ -393,7 +403,7 @@ def after(
         fields["token"] = token
         # ``None`` stands for any: then the one from before stays known.
         if fields["fingerprint"] is None:
-            fields["fingerprint"] = args.fields.get("fingerprint")
+            fields["fingerprint"] = brought.get("fingerprint")
     record = Record(**fields)
     expires_ms = now_ms + delay_ms + keep_ms
     if stored is None:

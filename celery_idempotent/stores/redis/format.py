@@ -35,7 +35,15 @@ from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import ATTEMPT_BYTES, ClaimRequest, Identity, Record, State, Stored
+from celery_idempotent.records import (
+    ATTEMPT_BYTES,
+    ClaimRequest,
+    Identity,
+    Record,
+    State,
+    Stored,
+    uuid_text,
+)
 from celery_idempotent.stores import table
 from celery_idempotent.stores.fields import LETTERS, STORED, FieldCodec, Unreadable, without_long
 from celery_idempotent.stores.table import BROUGHT, LEASED, StoredRecord
@@ -179,9 +187,7 @@ def unpack(
         others = _CODEC.decode(line, value if flags & _HAS_VALUE else None)
         requeues = others.pop("requeues", 0)
         if task != _NO_ID:
-            digits = task.hex()
-            parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
-            others["task_id"] = "-".join(parts)
+            others["task_id"] = uuid_text(task)
         state, updated_ms = _STATES[start], updated_ms or created_ms  # KeyError for another version
         deadline_ms = updated_ms + delay_ms if state in LEASED else None
         times, counts = (created_ms, updated_ms, deadline_ms), (crashes, attempts)

@@ -94,7 +94,7 @@ class RedisStore(base.Store):
         """Claim or reserve a free key by one script, whose other answer the table needs, or settle by one."""
         if verb == "settle":
             return self._end(request)
-        identity, state = request.identity, State.QUEUED
+        identity, state = request.identity, table.QUEUED
         if verb == "claim":
             state, delay_ms = table.PROCESSING, request.lease_ms
             numbers = 0, 1, 0, delay_ms
@@ -108,8 +108,7 @@ class RedisStore(base.Store):
         keys = self._keys.of_record(identity)[:2]
         (found,) = exchange(self._link, (call(_CLAIM, keys, *times, layout.STARTS[state], tail),))
         if not isinstance(found, bytes):
-            args = table.arguments(request)
-            return self._at(identity, lambda snapshot: self._taken(verb, snapshot, args), found)
+            return self._take(verb, request, found)
         token, now_ms = _STAMP.unpack(found)
         self._clock = now_ms, monotonic_ns()
         if verb != "claim":
