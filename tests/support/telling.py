@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from celery_idempotent.signals import OUTCOMES, Counters, Event
+from celery_idempotent.signals import OUTCOMES, Counters, Counts, Event
 from tests.support.paths import ROOT
 
 
@@ -39,7 +39,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, object, Event]] = []
-        self.counted: Counter[tuple[str, str]] = Counter()
+        self.counted = Counts(int)
         self.lines: list[logging.LogRecord] = []
 
     @property
@@ -53,7 +53,7 @@ def listening() -> Iterator[Heard]:
     heard = Heard()
 
     class Hearing(Counters):
-        def of(self, store: Any) -> Counter[tuple[str, str]]:
+        def of(self, store: Any) -> Counts:
             return heard.counted
 
     class Handler(logging.Handler):
