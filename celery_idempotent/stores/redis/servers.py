@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -116,20 +116,32 @@ class Server:
                 self._idle.pop().disconnect()
 
 
-#: The start of a word of n bytes. To format each takes 8 % of a claim's instructions.
+#: The start of a command of n words, and of a word of n bytes. To format each takes 8 % of a claim's instructions.
+_COUNTS = [b"*%d" % count for count in range(64)]
 _SIZES = [b"\r\n$%d\r\n" % size for size in range(1024)]
+_END = b"\r\n"
 
 
 def _packed(commands: Sequence[Command]) -> bytes:
     """Return commands as they are sent, in a fraction of the time that redis-py's packer takes."""
     parts: list[bytes] = []
     for words in commands:
-        parts.append(b"*%d" % len(words))
-        for word in words:
-            size = len(word)
-            parts += (_SIZES[size] if size < 1024 else b"\r\n$%d\r\n" % size), word
-        parts.append(b"\r\n")
+        is_script = words[0] == b"EVALSHA"
+        start, rest = (_start(words[:3]), words[3:]) if is_script else (b"", words)
+        try:
+            parts += _COUNTS[len(words)], start, *[_SIZES[len(word)] + word for word in rest], _END
+        except IndexError:  # a long word, or many
+            parts += b"*%d" % len(words), start, *map(_sized, rest), _END
     return b"".join(parts)
+
+
+def _sized(word: bytes) -> bytes:
+    return b"\r\n$%d\r\n%b" % (len(word), word)
+
+
+@lru_cache(maxsize=64)
+def _start(words: Command) -> bytes:
+    return b"".join(map(_sized, words))
 
 
 #: Arguments that may lead a connection elsewhere, or log in otherwise.
