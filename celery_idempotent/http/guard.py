@@ -174,7 +174,7 @@ class Exchange(Run):
     #: What has the headers: the scope of ASGI, or the environ of WSGI and of Django.
     environ: Request
     #: The key as it was found.
-    raw_key: object = None
+    raw_key: object
     #: What the view returned.
     response: Any
     #: Has the view begun to run?
@@ -207,7 +207,11 @@ class Exchange(Run):
     def __init__(self, guard: Guard) -> None:
         self.guard, self.options = guard, guard.options
         self.name, self.sender, self.codec = guard.name, guard.sender, guard.codec
-        self.policy, self.open_store = guard.policy, guard.open_store
+        self.policy, self.store = guard.policy, None  # type: ignore[assignment]
+
+    def open_store(self) -> Store:
+        """Return the store of the records."""
+        return self.guard.open_store()
 
     # -- from the key to the answer ------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Run(Claim, Call):
     #: The message of the newest call that this one stands for.
     newest: bytes | None = None
     #: The body replaced its task by another one, which has its task id.
-    replaced = False
+    replaced: bool
     #: :func:`.atomic.run_body`, if the policy is atomic.
     in_transaction: Callable[[Run, Body], object] | None = None
     #: How often the database rolled this call back at its end.
@@ -106,12 +106,13 @@ class Run(Claim, Call):
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Is :meth:`after_settle` to be called?
     has_callbacks = False
-    settling_since = 0.0
+    settling_since: float
     #: How long the caller waits for a settle; the heartbeat goes on with it. If it is longer than a lease, a lease.
     settle_seconds = math.inf
     #: Of a duplicate that waits.
     polls = 0
-    store: Store = None  # type: ignore[assignment]  # only until it is opened
+    #: ``None`` until it is opened.
+    store: Store
 
     identity: Identity
     fingerprint: bytes | None
@@ -180,7 +181,7 @@ def execute(run: Run, body: Body) -> object:
             return _observe(run, body)
         while True:
             match _claim(run):
-                case Claimed(record):
+                case Claimed(record=record):
                     if record.crashes and _refuse_poison(run, record):
                         continue
                     if run.waits_at is not None:
@@ -188,18 +189,18 @@ def execute(run: Run, body: Body) -> object:
                     value = _run_body(run, record, body)
                     if run.phase is not AGAIN:
                         return value
-                case Settled(record, age_ms):
+                case Settled(record=record, age_ms=age_ms):
                     if run.waits_at is not None and record.task_id == run.task_id:
                         with suppress(*errors.STORE_ERRORS):  # else its deadline ends it
                             run.store.start(run.waits_at, task_id=run.task_id)
                     report(run, signals.replayed, record, seconds=run.running_s)
                     return run.replay(record, age_ms)
-                case Held(record, left_ms):
+                case Held(record=record, left_ms=left_ms):
                     if not _wait_for_holder(run, left_ms):
                         report(run, signals.conflicted, record, seconds=run.running_s)
                         run.shield.let_exit()
                         run.conflict(record, left_ms)
-                case Mismatched(record):
+                case Mismatched(record=record):
                     report(run, signals.mismatched, record, seconds=run.running_s)
                     raise errors.FingerprintMismatch(
                         f"{run.identity} belongs to task {record.task_id}, which was called with other arguments: "
@@ -657,7 +658,7 @@ def _observe(run: Run, body: Body) -> object:
 
 def unguarded(run: Run) -> Run:
     """Give ``run`` a claim that holds nothing: its token is 0, its steps just run."""
-    run.phase = Phase.UNGUARDED
+    run.phase, run.replaced = Phase.UNGUARDED, False
     run.record = Record(
         identity=run.identity, state=PROCESSING, token=0, created_ms=0, updated_ms=0
     )

@@ -70,6 +70,7 @@ class CallRun(Run):
     def __init__(self, runner: Runner, call: Call) -> None:
         self.name, self.policy, self.codec = runner.name, runner.policy, runner.codec
         self.sender, self.open_store = "sender", runner.store  # type: ignore[method-assign]
+        self.store = None  # type: ignore[assignment]
         self.call = call
         self.identity, self.fingerprint = call.identity, call.fingerprint
         self.task_id, self.worker, self.message = call.task_id, call.worker, call.message

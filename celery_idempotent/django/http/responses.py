@@ -34,9 +34,12 @@ as_text.register(timedelta, duration_iso_string)
 def response_of(answer: Answer) -> HttpResponse:
     """Return an answer as a response of Django's."""
     headers, status = dict(answer.headers), answer.status
-    response = HttpResponse(answer.body, status=status, reason=answer.reason, headers=headers)
-    if "Content-Type" not in headers and "content-type" not in map(str.lower, headers):
-        del response["Content-Type"]
+    kind = headers.pop("Content-Type", None)
+    response = HttpResponse(answer.body, kind or "", status, answer.reason)
+    if kind is None:
+        del response.headers["Content-Type"]
+    for name, value in headers.items():
+        response.headers[name] = value
     return response
 
 
