@@ -179,6 +179,7 @@ class _Exchange(ServedRequest):
         if self.running is not None:
             self.sent.set()
             await asyncio.shield(self.running)
+            self.running = None  # whose context has this exchange
         if error is not None:
             raise error
 

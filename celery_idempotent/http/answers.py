@@ -98,10 +98,6 @@ UNSURE: Final = (
 )
 
 
-#: The answer to a request over a limit of the framework's.
-OVER_LIMIT: Final = "It is larger than this service accepts."
-
-
 class RequestRefused(Exception):
     """A request that is not carried out; ``code`` is one of :data:`CONDITIONS`."""
 

@@ -27,7 +27,6 @@ from celery.utils.imports import symbol_by_name
 from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
 from celery_idempotent.http import requests
 from celery_idempotent.http.answers import (
-    OVER_LIMIT,
     UNSURE,
     Parts,
     RequestRefused,
@@ -227,7 +226,8 @@ class Exchange(Run):
         except self.over_limits:
             if self.began:
                 raise
-            return RequestRefused("request_too_large", OVER_LIMIT).answer(self.options.docs_url)
+            why = "It is larger than this service accepts."
+            return RequestRefused("request_too_large", why).answer(self.options.docs_url)
 
     def take_key(self) -> None:
         """Read the key, and receive the body: one that a function finds may be in it."""

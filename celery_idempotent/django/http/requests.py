@@ -22,7 +22,7 @@ from django.http.multipartparser import MultiPartParserError
 from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.http import requests
-from celery_idempotent.http.answers import OVER_LIMIT, RequestRefused
+from celery_idempotent.http.answers import RequestRefused
 from celery_idempotent.http.guard import Exchange, Guard, HttpOptions
 from celery_idempotent.keys.fingerprints import form, quote
 from celery_idempotent.protocol.options import read_options
@@ -147,8 +147,6 @@ def _read(request: Any) -> int:
     """Return the size of the body, once Django has read it."""
     try:
         return len(request.body)
-    except RequestDataTooBig as error:
-        raise RequestRefused("request_too_large", OVER_LIMIT) from error
     except RawPostDataException:
         pass  # it is a parsed upload, or was read before
     stream = request._stream  # noqa: SLF001  Django has no public name for it, and how far it was read
