@@ -29,6 +29,7 @@ Verb = Literal[
 ]  # fmt: skip
 
 QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
+COMPLETED = State.COMPLETED
 NONE = (None,)
 ENDS = tuple(state for state in State if state.is_final)
 LIVE = tuple(state for state in State if not state.is_final)

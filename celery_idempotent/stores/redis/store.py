@@ -123,7 +123,7 @@ class RedisStore(base.Store):
         is_large = max(record.crashes, record.attempts) > layout.MOST
         if record.state is not table.PROCESSING or not request.restore or request.note or is_large:
             return None
-        is_failed = request.state is State.FAILED
+        is_failed = request.state is not table.COMPLETED
         keys = self._keys.of_record(record.identity)[: 3 if is_failed else 2]
         # A claim of the last second has the time as well as TIME, which takes 7 % of a task on the server.
         now_ms, then_ns = self._clock
