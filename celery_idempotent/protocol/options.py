@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from datetime import timedelta
-from functools import cached_property
+from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption, bad_option
@@ -83,7 +83,7 @@ whole_number = accept_if(
 
 def fields_by_option(kind: type) -> dict[str, Field[object]]:
     """Return the fields of an options class by the names of the options: the field of ``lease`` is ``lease_ms``."""
-    return {each.name.removesuffix("_ms"): each for each in fields(kind)}
+    return {each.name.removesuffix("_ms"): each for each in fields(kind) if each.init}
 
 
 def read_options(
@@ -152,9 +152,9 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
     return types
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The options of one task but :data:`KEY_OPTIONS`."""
+    """The options of one task but :data:`KEY_OPTIONS`, and what follows from them."""
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
     retention_ms: int = option(24 * 3_600_000, duration())
@@ -173,20 +173,18 @@ class Policy:
     on_duplicate: DuplicatePolicy = option("return", one_of(DuplicatePolicy))
     keep_message: bool = option(False, flag)
 
-    @cached_property
-    def keep_ms(self) -> int:
-        """How much longer than its lease the record of an unfinished run is kept."""
-        return max(self.retention_ms, self.lease_ms)
+    #: How much longer than its lease the record of an unfinished run is kept.
+    keep_ms: int = field(init=False)
+    #: How long a settled record is kept; a retention of 0 leaves a mark for one lease.
+    settled_keep_ms: int = field(init=False)
+    #: Is a settled record only a mark, which answers redeliveries of its own task and no other call?
+    each_runs: bool = field(init=False)
 
-    @cached_property
-    def settled_keep_ms(self) -> int:
-        """How long a settled record is kept; a retention of 0 leaves a mark for one lease."""
-        return self.retention_ms or self.lease_ms
-
-    @cached_property
-    def each_runs(self) -> bool:
-        """Is a settled record only a mark, which answers redeliveries of its own task and no other call?"""
-        return not self.retention_ms or self.publish_once == "until_start"
+    def __post_init__(self) -> None:
+        set_once, retention_ms = partial(object.__setattr__, self), self.retention_ms
+        set_once("keep_ms", max(retention_ms, self.lease_ms))
+        set_once("settled_keep_ms", retention_ms or self.lease_ms)
+        set_once("each_runs", not retention_ms or self.publish_once == "until_start")
 
 
 _TASK_OPTIONS: Final = (*KEY_OPTIONS, *fields_by_option(Policy))

@@ -260,8 +260,7 @@ def test_the_page_of_options_lists_every_option_and_nothing_else() -> None:
     sections = set(re.findall(r"^### `idempotency_(\w+)`", OPTIONS, flags=re.MULTILINE))
     listed = {name.removeprefix("idempotency_") for name, _ in generated.options()}
     assert listed == sections
-    fields = {name.removesuffix("_ms") for name in Policy.__dataclass_fields__}
-    assert listed == fields | set(KEY_OPTIONS) | set(SETTINGS)
+    assert listed == {*fields_by_option(Policy), *KEY_OPTIONS, *SETTINGS}
 
 
 def test_the_page_of_options_tells_the_defaults_that_the_code_has() -> None:

@@ -10,15 +10,11 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
-from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy
+from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fields_by_option
 from celery_idempotent.stores import get_store
 from tests.support.paths import ROOT
 
-OPTIONS = sorted(
-    {name.removesuffix("_ms") for name in Policy.__dataclass_fields__}
-    | set(KEY_OPTIONS)
-    | set(SETTINGS)
-)
+OPTIONS = sorted({*fields_by_option(Policy), *KEY_OPTIONS, *SETTINGS})
 
 SECTION = (ROOT / "docs" / "options.md").read_text().partition("\n## Keys\n")[0]
 
