@@ -206,6 +206,18 @@ class ManyContract(ContractBase):
         others = [store.get(name) for name in names[1::2]]
         assert store.renew(leases) == [True, False] * 20
         assert store.renew(leases) == [True, False] * 20
+
+    def test_a_renewal_lengthens_the_life_of_its_record(
+        self, store: Store, advance: Advance
+    ) -> None:
+        """A run may be longer than the first life of its record. One whose record is gone has lost its claim."""
+        record = self.claim(store)
+        advance(self.lease_ms - 1)
+        assert self.renew(store, record)
+        advance(self.lease_ms + self.keep_ms - 1)
+        assert store.get(KEY) is not None
+        advance(2)
+        assert not self.renew(store, record)
         assert [store.get(name) for name in names[1::2]] == others
 
     @pytest.mark.parametrize("body", [b"", b"S\0\0\0\1M", bytes(range(256)), b"x" * 1024 * 1024])
