@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -33,7 +29,6 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.table import Fields
 
 Advance = Callable[[float], None]
-T = TypeVar("T")
 
 KEY = Identity(namespace="payments.charge", scope="acct_1", key="order-17")
 MESSAGE = b'{"id": "6ff5d5ba", "args": [17]}'
@@ -49,28 +44,6 @@ NAMES = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
 def attempt() -> bytes:
     """Return a new attempt id."""
     return os.urandom(ATTEMPT_BYTES)
-
-
-def all_at_once(count: int, do: Callable[[int], T]) -> list[T]:
-    """Call ``do(0)`` to ``do(count - 1)``, each in a thread of its own, all started together."""
-    with crowd(count) as together:
-        return together(do)
-
-
-@contextlib.contextmanager
-def crowd(count: int) -> Iterator[Callable[[Callable[[int], T]], list[T]]]:
-    """Give :func:`all_at_once` for several rounds: the same threads, whose connections are open from the second on."""
-    barrier = Barrier(count)  # none goes on before each has come, so none comes twice in a round
-    with ThreadPoolExecutor(count) as threads:
-
-        def together(do: Callable[[int], T]) -> list[T]:
-            def run(number: int) -> T:
-                barrier.wait()
-                return do(number)
-
-            return list(threads.map(run, range(count)))
-
-        yield together
 
 
 class ContractBase:

@@ -29,9 +29,8 @@ from tests.contract.base import (
     NAMES,
     Advance,
     ContractBase,
-    all_at_once,
-    crowd,
 )
+from tests.support.threads import all_at_once, crowd
 
 DAY_MS = 24 * 3_600_000
 

@@ -10,10 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ __all__ = [
     "Answer",
     "Site",
     "Web",
-    "at_once",
-    "in_background",
     "make_users",
     "new_key",
     "open_site",
@@ -258,23 +254,3 @@ def open_site(
             for child in site.children:
                 child.kill()
             worker.kill()
-
-
-def at_once(work: Callable[[], Any], count: int) -> list[Any]:
-    """Call ``work`` in so many threads at the same moment."""
-    barrier = threading.Barrier(count)
-
-    def one(_: int) -> Any:
-        barrier.wait()
-        return work()
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
-
-
-def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Call ``work`` in a thread of its own."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future

@@ -10,7 +10,8 @@ import psycopg
 import pytest
 
 from tests.http.banks import Bank, at_work, made, open_bank
-from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
+from tests.http.sites import ORDER, Answer, Site, Web, new_key
+from tests.support.threads import in_background
 from tests.support.waiting import wait_for
 
 PAY = ("POST", "/payments/now/", ORDER)

@@ -25,10 +25,11 @@ from redis import Redis
 from celery_idempotent.records import State
 from tests.http.doors import Door, Doors, make_door, open_doors
 from tests.http.frameworks import DOORS, PIECES
-from tests.http.sites import Answer, at_once, new_key
+from tests.http.sites import Answer, new_key
 from tests.support.paths import ROOT
 from tests.support.records import claim_key, settle_key
 from tests.support.servers import EmbeddedRedis
+from tests.support.threads import all_at_once
 from tests.support.waiting import wait_for
 
 Asked = dict[str, Any]
@@ -233,7 +234,7 @@ def test_a_client_that_hangs_up_does_not_stop_the_run(door: Door, key: str, path
 
 
 def test_of_a_burst_of_fifty_one_runs(door: Door, key: str) -> None:
-    answers = at_once(lambda: door.ask(key), 50)
+    answers = all_at_once(50, lambda _: door.ask(key))
     assert {answer.status for answer in answers} <= {201, 409}
     assert len({answer.body for answer in answers if answer.status == 201}) == 1
     assert door.runs(key) == 1

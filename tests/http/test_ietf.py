@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.http.sites import ORDER, Site, at_once, in_background, new_key
+from tests.http.sites import ORDER, Site, new_key
+from tests.support.threads import all_at_once, in_background
 from tests.support.waiting import wait_for
 
 BOTH = pytest.mark.parametrize("path", ["/payments/", "/payments/now/"])
@@ -148,7 +149,7 @@ def test_the_same_key_of_somebody_else_is_another_key(site: Site, path: str) -> 
 
 def test_of_fifty_simultaneous_posts_one_pays_and_the_others_are_409_or_replays(site: Site) -> None:
     key = new_key()
-    answers = at_once(lambda: site.pay(path="/payments/now/", key=key), 50)
+    answers = all_at_once(50, lambda _: site.pay(path="/payments/now/", key=key))
     firsts = [answer for answer in answers if answer.status == 201 and not answer.replayed]
     assert len(firsts) == 1
     for answer in answers:
@@ -162,7 +163,7 @@ def test_of_fifty_simultaneous_posts_one_pays_and_the_others_are_409_or_replays(
 def test_of_fifty_simultaneous_posts_one_is_queued_and_all_are_202(site: Site) -> None:
     key = new_key()
     with site.bank("closed"):
-        answers = at_once(lambda: site.pay(key=key), 50)
+        answers = all_at_once(50, lambda _: site.pay(key=key))
         assert {answer.status for answer in answers} == {202}
         assert [answer.replayed for answer in answers].count(False) == 1
         assert len({answer.headers["Location"] for answer in answers}) == 1

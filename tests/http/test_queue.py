@@ -13,7 +13,8 @@ from celery import Celery
 
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import Store, open_store
-from tests.http.sites import ORDER, Site, at_once, new_key
+from tests.http.sites import ORDER, Site, new_key
+from tests.support.threads import all_at_once
 from tests.support.waiting import wait_for
 
 PAY = "testproject.payments.tasks.pay"
@@ -74,7 +75,7 @@ def test_of_many_who_try_a_failure_again_at_once_one_is_queued(site: Site, store
     key = new_key()
     site.settled(site.pay(order("acct_unreachable"), key=key))
     with site.bank("closed"):
-        answers = at_once(lambda: site.pay(order("acct_unreachable"), key=key), 12)
+        answers = all_at_once(12, lambda _: site.pay(order("acct_unreachable"), key=key))
         assert {answer.status for answer in answers} == {202}
         assert [answer.replayed for answer in answers].count(False) == 1
         site.mood("back")

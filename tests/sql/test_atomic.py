@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -22,28 +16,16 @@ from celery_idempotent.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from celery_idempotent.records import (
-    Claimed,
-    Held,
-    Record,
-    State,
-)
+from celery_idempotent.records import Claimed, Held, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
-from tests.sql.holder import ORDERS, SAID
-from tests.sql.verbs import KEY, VALUE, claim, claimed, end_of, named
-from tests.support.preloaded import spawn
+from tests.sql.verbs import KEY, VALUE, claim, claimed, end_of, found, frozen, named
+from tests.support.threads import in_background
 from tests.support.waiting import wait_for
-from tests.support.workers import child_environment, freeze
 
 pytest.importorskip("django")
 
-from django.db import (
-    DatabaseError,
-    close_old_connections,
-    connections,
-    transaction,
-)
+from django.db import DatabaseError, close_old_connections, connections, transaction
 
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.sql.connections import Session
@@ -52,9 +34,27 @@ from celery_idempotent.django.store import DjangoStore
 
 SERVERS = ("postgresql", "mariadb")
 LEVELS = ("read committed", "repeatable read", "serializable")
-EVERYWHERE = [(vendor, level) for vendor in SERVERS for level in LEVELS] + [("sqlite", "")]
 #: The error of a task that ended or broke its transaction says so.
 ENDED = "ended or failed before the task did"
+
+
+def on(*where: str) -> pytest.MarkDecorator:
+    """Name the databases, each with an isolation level or without one, that ``store`` is in."""
+    return pytest.mark.parametrize("store", where, indirect=True)
+
+
+@pytest.fixture(params=databases.VENDORS)
+def store(
+    request: pytest.FixtureRequest,
+    open_store: Callable[..., DjangoStore],
+    make_table: Callable[..., None],
+) -> DjangoStore:
+    """A store with a table ``effects`` beside it, of one row, ``n`` = 0."""
+    vendor, _, level = request.param.partition(" ")
+    store = open_store(vendor, level)
+    make_table(store.alias, "effects", "n integer")
+    execute(store.alias, "INSERT INTO effects VALUES (0)")
+    return store
 
 
 def settle(run: Any, **changes: Any) -> bool:
@@ -71,61 +71,34 @@ def act(store: DjangoStore) -> None:
     execute(store.alias, "UPDATE effects SET n = n + 1")
 
 
-@pytest.fixture
-def open_atomic(
-    open_store: Callable[..., DjangoStore], make_table: Callable[..., None]
-) -> Callable[..., DjangoStore]:
-    """As ``open_store``, with a table ``effects`` of one row, ``n`` = 0."""
-
-    def open_(vendor: str, level: str = "") -> DjangoStore:
-        store = open_store(vendor, level)
-        make_table(store.alias, "effects", "n integer")
-        execute(store.alias, "INSERT INTO effects VALUES (0)")
-        return store
-
-    return open_
+def acts(store: DjangoStore, record: Any) -> None:
+    """Run a task of this claim, whole."""
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
 
 
-@pytest.fixture(params=databases.VENDORS)
-def store(request: pytest.FixtureRequest, open_atomic: Callable[..., DjangoStore]) -> DjangoStore:
-    return open_atomic(request.param)
-
-
-@pytest.fixture(params=SERVERS)
-def server_store(
-    request: pytest.FixtureRequest, open_atomic: Callable[..., DjangoStore]
-) -> DjangoStore:
-    return open_atomic(request.param)
-
-
-@pytest.mark.parametrize(("vendor", "level"), EVERYWHERE)
-def test_writes_and_record_are_committed_or_rolled_back_together(
-    open_atomic: Callable[..., DjangoStore], vendor: str, level: str
-):
-    store = open_atomic(vendor, level)
+@on(*(f"{vendor} {level}" for vendor in SERVERS for level in LEVELS), "sqlite")
+def test_writes_and_record_are_committed_or_rolled_back_together(store: DjangoStore):
     record = claimed(store)
     with pytest.raises(ZeroDivisionError), store.transaction(record) as run:
         act(store)
         assert settle(run)
         raise ZeroDivisionError
-    found = store.get(KEY)
-    assert found is not None
-    assert (effects(store), found.state, found.token) == (0, State.PROCESSING, record.token)
+    left = found(store)
+    assert (effects(store), left.state, left.token) == (0, State.PROCESSING, record.token)
     with store.transaction(record) as run:
         act(store)
         assert settle(run, replaced=True)
-    found = store.get(KEY)
-    assert found is not None
-    assert (effects(store), found.state, found.value) == (1, State.COMPLETED, VALUE)
-    assert found.replaced
-    assert found.updated_ms >= record.updated_ms
+    left = found(store)
+    assert (effects(store), left.state, left.value) == (1, State.COMPLETED, VALUE)
+    assert left.replaced
+    assert left.updated_ms >= record.updated_ms
 
 
-def test_a_step_cannot_write_what_a_rollback_would_take_back(
-    open_atomic: Callable[..., DjangoStore],
-):
+@on("postgresql")
+def test_a_step_cannot_write_what_a_rollback_would_take_back(store: DjangoStore):
     """Its record outlives the rollback, and it would never run again. MariaDB has nothing that would refuse it."""
-    store = open_atomic("postgresql")
     app = Celery("stepping", set_as_current=False, broker="memory://", backend="cache+memory://")
     app.conf.idempotency_store = store
     runs: list[str] = []
@@ -158,8 +131,8 @@ def test_a_step_cannot_write_what_a_rollback_would_take_back(
     assert len(looked) == 1
 
 
-def test_a_claim_that_was_lost_meanwhile_is_not_settled(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_a_claim_that_was_lost_meanwhile_is_not_settled(store: DjangoStore):
     record = claimed(store)
     with pytest.raises(LeaseLost), store.transaction(record) as run:
         act(store)
@@ -168,17 +141,17 @@ def test_a_claim_that_was_lost_meanwhile_is_not_settled(server_store: DjangoStor
         if not settle(run):
             raise LeaseLost
     assert effects(store) == 0
-    found = store.get(KEY)
-    assert found is not None
-    assert (found.state, found.token) == (State.PROCESSING, newer.token)
+    left = found(store)
+    assert (left.state, left.token) == (State.PROCESSING, newer.token)
 
 
+@on("mariadb")
 def test_an_atomic_run_on_mariadb_has_eight_statements(
-    open_atomic: Callable[..., DjangoStore], monkeypatch: pytest.MonkeyPatch
+    store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
     """Of all kinds, in whatever session: docs/exactly-once.md gives their number."""
     driver: Any = pytest.importorskip("pymysql.connections")
-    store, sent = open_atomic("mariadb"), list[Any]()
+    sent = list[Any]()
     send = driver.Connection._execute_command
 
     def note(connection: Any, command: int, sql: Any) -> None:
@@ -200,12 +173,11 @@ def test_a_claim_that_was_lost_before_does_not_begin(store: DjangoStore):
     with pytest.raises(LeaseLost), store.transaction(record):
         act(store)
     assert effects(store) == 0
-    with store.transaction(newer) as run:
-        assert settle(run)
+    acts(store, newer)
 
 
-def test_nothing_of_the_record_is_locked_while_the_task_runs(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_nothing_of_the_record_is_locked_while_the_task_runs(store: DjangoStore):
     record = claimed(store)
     with store.transaction(record) as run:
         act(store)
@@ -214,24 +186,23 @@ def test_nothing_of_the_record_is_locked_while_the_task_runs(server_store: Djang
         assert store.interrupt(KEY, token=record.token) is not None
         # A late settle with the record's own token is accepted.
         assert settle(run)
-    found = store.get(KEY)
-    assert found is not None
-    assert (found.state, found.crashes) == (State.COMPLETED, 1)
+    left = found(store)
+    assert (left.state, left.crashes) == (State.COMPLETED, 1)
 
 
 @pytest.mark.parametrize(
-    ("vendor", "statement"),
+    ("store", "statement"),
     [
         *((vendor, end) for vendor in databases.VENDORS for end in ("COMMIT", "ROLLBACK")),
         ("mariadb", "CREATE TABLE IF NOT EXISTS implicit (n integer)"),  # commits by itself
         # PostgreSQL takes nothing more in such a transaction; Django does not know of it.
         ("postgresql", "SELECT * FROM no_such_table"),
     ],
+    indirect=["store"],
 )
 def test_a_task_that_ends_its_transaction_by_a_statement_is_told(
-    open_atomic: Callable[..., DjangoStore], vendor: str, statement: str
+    store: DjangoStore, statement: str
 ):
-    store = open_atomic(vendor)
     record = claimed(store)
     with pytest.raises(StoreMisconfigured, match=ENDED), store.transaction(record) as run:
         act(store)
@@ -239,20 +210,18 @@ def test_a_task_that_ends_its_transaction_by_a_statement_is_told(
             execute(store.alias, statement)
         settle(run)
     execute(store.alias, "DROP TABLE IF EXISTS implicit")
-    found = store.get(KEY)
-    assert found is not None
-    assert found.state is State.PROCESSING
+    assert found(store).state is State.PROCESSING
 
 
+@on("postgresql")
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [("SET TRANSACTION READ ONLY", "is read-only"), ("SET LOCAL ROLE pg_monitor", "its log says")],
 )
 def test_a_task_that_takes_the_right_to_write_from_itself_is_told(
-    open_atomic: Callable[..., DjangoStore], statement: str, problem: str
+    store: DjangoStore, statement: str, problem: str
 ):
     """No other try would help."""
-    store = open_atomic("postgresql")
     record = claimed(store)
     with pytest.raises(StoreMisconfigured, match=problem), store.transaction(record) as run:
         execute(store.alias, statement)
@@ -282,9 +251,7 @@ def test_a_task_that_breaks_its_transaction_is_told_and_leaves_a_clean_connectio
     assert effects(store) == 0
     assert not connections[store.alias].needs_rollback
     assert not run.committed()  # waits until the server knows
-    with store.transaction(record) as run:
-        act(store)
-        assert settle(run)
+    acts(store, record)
     assert effects(store) == 1
 
 
@@ -327,14 +294,12 @@ def test_it_runs_inside_the_blocks_of_a_django_test_case(store: DjangoStore):
     block: Any = transaction.atomic(using=store.alias)
     block._from_testcase = True
     with block:
-        with store.transaction(record) as run:
-            act(store)
-            assert settle(run)
+        acts(store, record)
         assert effects(store) == 1
 
 
-def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_what_a_lost_commit_came_to_is_found_out(store: DjangoStore):
     record = claimed(store)
     with pytest.raises(DatabaseError), store.transaction(record) as run:
         act(store)
@@ -347,7 +312,6 @@ def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
     assert store.settle(end_of(interrupted, state=State.FAILED, swept=True))
     assert not run.committed(), "it has this claim's token, but a sweep settled it"
     with store.transaction(record) as run:
-        act(store)
         assert settle(run)
     assert run.committed()
     assert store.forget(KEY)
@@ -357,15 +321,14 @@ def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
     assert not store.transaction(newer).committed()
 
 
+@on(*SERVERS)
 @pytest.mark.parametrize("ends", ["commits", "rolls back"])
 @pytest.mark.parametrize("state", [State.PROCESSING, State.INTERRUPTED])
 def test_whoever_asks_waits_for_the_transaction_in_whatever_state_the_record_is(
-    server_store: DjangoStore, state: State, ends: str, monkeypatch: pytest.MonkeyPatch
+    store: DjangoStore, state: State, ends: str, monkeypatch: pytest.MonkeyPatch
 ):
     """What others see of it before the commit says nothing."""
-    store = server_store
     record = claimed(store, message=b"again", on_stale="requeue")
-    answers: list[bool] = []
     looks: list[bool] = []
 
     def look(run: ClaimTransaction, session: Session) -> bool:
@@ -375,26 +338,22 @@ def test_whoever_asks_waits_for_the_transaction_in_whatever_state_the_record_is(
     holds_lock = ClaimTransaction._holds_lock
     monkeypatch.setattr(ClaimTransaction, "_holds_lock", look)
     asked = store.transaction(record)
-    thread = threading.Thread(target=lambda: answers.append(asked.committed()))
     how: Any = pytest.raises(ZeroDivisionError) if ends == "rolls back" else nullcontext()
-    try:
-        with how, store.transaction(record) as run:
-            if state is State.INTERRUPTED:
-                assert store.interrupt(KEY, token=record.token)
-            assert settle(run)
-            thread.start()
-            wait_for(lambda: len(looks) > 2, 20, "it to look again")
-            assert (all(looks), answers) == (True, [])
-            if ends == "rolls back":
-                raise ZeroDivisionError
-    finally:
-        thread.join()
-    assert answers == [ends == "commits"]
+    with how, store.transaction(record) as run:
+        if state is State.INTERRUPTED:
+            assert store.interrupt(KEY, token=record.token)
+        assert settle(run)
+        committed = in_background(asked.committed)
+        wait_for(lambda: len(looks) > 2, 20, "it to look again")
+        assert (all(looks), committed.done()) == (True, False)
+        if ends == "rolls back":
+            raise ZeroDivisionError
+    assert committed.result(60) is (ends == "commits")
 
 
-def test_a_run_whose_statement_takes_longer_than_its_lease_keeps_its_key(server_store: DjangoStore):
+@on(*SERVERS)
+def test_a_run_whose_statement_takes_longer_than_its_lease_keeps_its_key(store: DjangoStore):
     """Nobody renews it: its lock tells whoever finds the lease over that it lives."""
-    store = server_store
     record = claimed(store, lease_ms=1_000)
     sleep = "pg_sleep" if store.connections.own().vendor == "postgresql" else "sleep"
     with store.transaction(record) as run:
@@ -407,9 +366,9 @@ def test_a_run_whose_statement_takes_longer_than_its_lease_keeps_its_key(server_
     assert effects(store) == 1
 
 
-def test_on_sqlite_it_has_the_write_lock_from_the_start(open_atomic: Callable[..., DjangoStore]):
+@on("sqlite")
+def test_on_sqlite_it_has_the_write_lock_from_the_start(store: DjangoStore):
     """With Django's own settings, whose BEGIN takes none."""
-    store = open_atomic("sqlite")
     record = claimed(store)
     settings = {**connections[store.alias].settings_dict, "OPTIONS": {"timeout": 0}}
     other = databases.add_alias("other_writer", settings)
@@ -420,133 +379,37 @@ def test_on_sqlite_it_has_the_write_lock_from_the_start(open_atomic: Callable[..
     databases.drop_alias(other)
 
 
-class Holder:
-    """A process in the transaction of a claim, with a row of effects locked: it takes lines, and says words."""
-
-    def __init__(
-        self, directory: Path, store: DjangoStore, record: Record, *, before_commit: bool = False
-    ) -> None:
-        name = f"holder-{record.token}"
-        self._log, pipe = directory / f"{name}.log", directory / f"{name}.pipe"
-        os.mkfifo(pipe)
-        self._pipe = os.open(pipe, os.O_RDWR)
-        self._heard = 0
-        settings = {**connections[store.alias].settings_dict, "OPTIONS": {}, "TEST": {}}
-        orders = {
-            "pipe": str(pipe),
-            "identity": {"namespace": KEY.namespace, "scope": KEY.scope, "key": KEY.key},
-            "token": record.token,
-            "before_commit": before_commit,
-            "lease_ms": (record.deadline_ms or 0) - record.updated_ms,
-        }
-        env = {
-            "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
-            "ATOMIC_DATABASES": json.dumps({"default": settings}),
-            ORDERS: json.dumps(orders),
-        }
-        command = [sys.executable, "-m", "tests.sql.holder"]
-        with self._log.open("wb") as log:
-            self._process = spawn(command, cwd=directory, env=child_environment(env), log=log)
-        self.pid = self._process.pid
-        self.send_signal = self._process.send_signal
-        assert self.says() == "ready"
-
-    def tell(self, line: str) -> None:
-        os.write(self._pipe, f"{line}\n".encode())
-
-    def says(self) -> str:
-        """Return its next word."""
-
-        def more() -> list[str]:
-            *whole, _ = self._log.read_text().split("\n")
-            return [line for line in whole if line.startswith(SAID)][self._heard :]
-
-        word, *_ = wait_for(more, 60, self._log.read_text, interval=0.005)
-        self._heard += 1
-        return word.removeprefix(SAID)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-        self._process.wait(10)
-
-    def close(self) -> None:
-        self.kill()
-        os.close(self._pipe)
-
-
-@pytest.fixture
-def start_holder(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
-    """A function that starts a process in the transaction of a claim, with a row of effects locked."""
-    with ExitStack() as stack:
-
-        def start(store: DjangoStore, record: Record, **orders: Any) -> Holder:
-            holder = Holder(tmp_path, store, record, **orders)
-            stack.callback(holder.close)
-            return holder
-
-        yield start
-
-
-def taken_over(store: DjangoStore) -> Record:
-    """Claim the key again and again, until nobody holds it."""
-    answers: list[Any] = []
-
-    def asked() -> bool:
-        answers.append(claim(store))
-        return isinstance(answers[-1], Claimed)
-
-    wait_for(asked, 30, interval=0.1)
-    found: Record = answers[-1].record
-    return found
-
-
-@pytest.mark.parametrize("settled", [False, True], ids=["while it runs", "before the commit"])
-@pytest.mark.parametrize(
-    ("vendor", "level"), [("postgresql", ""), ("postgresql", "serializable"), ("mariadb", "")]
-)
-def test_a_frozen_run_is_ended_by_the_server_a_lease_later(
-    open_atomic: Callable[..., DjangoStore],
-    start_holder: Callable[..., Holder],
-    vendor: str,
-    settled: bool,
-    level: str,
-):
+@on("postgresql", "postgresql serializable", "mariadb")
+@pytest.mark.parametrize("settles", [False, True], ids=["while it runs", "before the commit"])
+def test_a_frozen_run_is_ended_by_the_server_a_lease_later(store: DjangoStore, settles: bool):
     """Its locks are gone, so the next run need not wait; and when it thaws, it has done nothing."""
-    store = open_atomic(vendor, level)
     record = claimed(store, lease_ms=2_000)
-    holder = start_holder(store, record, before_commit=settled)
-    if settled:
-        holder.tell("settle")
-        assert holder.says() == "settled"
-    freeze(holder.pid)
-    newer = taken_over(store)
-    assert newer.crashes == 1
-    with store.transaction(newer) as run:
-        act(store)
-        assert settle(run)
-    holder.send_signal(signal.SIGCONT)
-    holder.tell("go on")
-    assert holder.says().startswith("failed")
+    with frozen(store, record, act, settles=settles) as thaw:
+        answer = wait_for(
+            lambda: isinstance(answer := claim(store), Claimed) and answer, 30, interval=0.1
+        )
+        assert answer.record.crashes == 1
+        acts(store, answer.record)
+        assert thaw() != "committed"
     assert effects(store) == 1
-    found = store.get(KEY)
-    assert found is not None
-    assert (found.state, found.token) == (State.COMPLETED, newer.token)
+    left = found(store)
+    assert (left.state, left.token) == (State.COMPLETED, answer.record.token)
 
 
 @pytest.mark.parametrize(
-    ("vendor", "known", "within"),
+    ("store", "known", "within"),
     [
         *(("postgresql", *each) for each in (("0", "1min"), ("10min", "1min"), ("3s", "3s"))),
         *(("mariadb", *each) for each in ((0, 60), (600, 60), (3, 3))),
     ],
+    indirect=["store"],
 )
 def test_silence_within_it_is_bounded_by_its_lease_or_what_is_shorter(
-    open_atomic: Callable[..., DjangoStore], vendor: str, known: Any, within: Any
+    store: DjangoStore, known: Any, within: Any
 ):
     name, ask = "idle_transaction_timeout", "SELECT @@idle_transaction_timeout"
-    if vendor == "postgresql":
+    if store.connections.own().vendor == "postgresql":
         name, ask = (f"{word}idle_in_transaction_session_timeout" for word in ("", "SHOW "))
-    store = open_atomic(vendor)
     record = claimed(store, lease_ms=60_000)
     execute(store.alias, f"SET {name} = {known!r}")
     with store.transaction(record) as run:
@@ -555,37 +418,17 @@ def test_silence_within_it_is_bounded_by_its_lease_or_what_is_shorter(
     assert rows(store.alias, ask) == [(known,)]
 
 
-def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
-    server_store: DjangoStore, start_holder: Callable[..., Holder]
-):
-    store = server_store
-    holder = start_holder(store, claimed(store), before_commit=True)
-    holder.tell("settle")
-    assert holder.says() == "settled"
-    other = claimed(store, named("another")).identity
-    shift(store, 60_001)
-    assert [record.identity for record in store.sweep(limit=10).interrupted] == [other]
+@on(*SERVERS)
+def test_a_row_that_a_frozen_run_holds_stops_no_sweep(store: DjangoStore):
+    with frozen(store, claimed(store), act, settles=True):
+        other = claimed(store, named("another")).identity
+        shift(store, 60_001)
+        assert [record.identity for record in store.sweep(limit=10).interrupted] == [other]
 
 
-def test_a_killed_run_leaves_nothing(store: DjangoStore, start_holder: Callable[..., Any]):
-    record = claimed(store)
-    holder = start_holder(store, record, before_commit=True)
-    holder.tell("settle")
-    assert holder.says() == "settled"
-    holder.kill()
-    shift(store, 60_001)
-    newer = taken_over(store)  # the server may not know at once that it is gone
-    with store.transaction(newer) as run:
-        act(store)
-        assert settle(run)
-    assert effects(store) == 1
-
-
-def test_a_run_does_not_begin_while_an_earlier_session_of_its_claim_is_open(
-    server_store: DjangoStore,
-):
+@on(*SERVERS)
+def test_a_run_does_not_begin_while_an_earlier_session_of_its_claim_is_open(store: DjangoStore):
     """The server may not know yet that a connection was cut."""
-    store = server_store
     record = claimed(store)
     other = connections.create_connection(store.alias)
     other.inc_thread_sharing()

@@ -16,10 +16,10 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Held, Identity, ReserveRequest, Selection, State
 from celery_idempotent.stores.redis.format import LAYOUT, MARK
 from celery_idempotent.stores.redis.store import RedisStore
-from tests.contract.base import all_at_once
 from tests.stores.shifted import Shift
 from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, ask, claim, in_one_bucket, renew, settle
 from tests.support.admin import make_app
+from tests.support.threads import all_at_once
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
