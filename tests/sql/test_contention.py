@@ -29,6 +29,7 @@ from celery_idempotent.records import Identity, SettleRequest, State
 from celery_idempotent.testing.delivery import deliver_message, message_of
 from tests.sql import databases
 from tests.sql.databases import execute, rows
+from tests.sql.verbs import found
 from tests.support.runs import Ran, Replay, StoreFailed
 from tests.support.waiting import wait_for
 from tests.unit.test_runner import a_call, make_runner
@@ -45,23 +46,24 @@ class Place:
     def __init__(self, store: DjangoStore) -> None:
         self.store = store
         self.alias = store.alias
-        self.other = databases.add_alias(
-            "other_session", {**connections[store.alias].settings_dict}
-        )
+        settings = {**connections[store.alias].settings_dict}
+        self.other = databases.add_alias("other_session", settings)
         self.runs = 0
+        self.first: Callable[[], object] = lambda: None
 
     def run(self, body: Callable[[], Any], *, lease_ms: int = 20_000) -> Any:
         """What the run ends with; ``body`` is called after it has read, each time."""
+        runner = make_runner(self.store, atomic=True, lease_ms=lease_ms)
+        return runner.execute(a_call(identity=KEY), lambda: self.book_after(body))
 
-        def counted() -> int:
-            self.runs += 1
-            self.seats(self.alias)
-            body()
-            return self.runs
-
-        return make_runner(self.store, atomic=True, lease_ms=lease_ms).execute(
-            a_call(identity=KEY), counted
-        )
+    def book_after(self, body: Callable[[], Any]) -> int:
+        """Count the run, read, and write; another transaction comes in between, at the first time."""
+        self.runs += 1
+        self.seats(self.alias)
+        body()
+        if self.runs == 1:
+            self.first()
+        return self.runs
 
     def seats(self, alias: str) -> int:
         return len(rows(alias, "SELECT name FROM seats"))
@@ -103,26 +105,55 @@ def place(
         databases.drop_alias(place.other)
 
 
-@pytest.mark.parametrize("where", ["settle", "commit"])
-def test_a_serialization_failure_runs_the_body_again(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, where: str
+def swept(here: Place) -> None:
+    """At REPEATABLE READ the settle cannot follow what was committed after its snapshot."""
+    assert here.store.interrupt(KEY, token=found(here.store, KEY).token)
+
+
+def lost(here: Place) -> None:
+    databases.end_sessions(here.alias, own_only=True)
+
+
+def lost_and_noticed(here: Place) -> None:
+    lost(here)
+    here.seats(here.alias)
+
+
+@pytest.mark.parametrize(
+    ("where", "when", "collides"),
+    [
+        ("postgresql serializable", "before the settle", Place.in_between),
+        ("postgresql serializable", "before the commit", Place.in_between),
+        ("postgresql repeatable read", "in the body", swept),
+        *((each, "in the body", lost) for each in ("postgresql", "mariadb")),
+        *((each, "in the body", lost_and_noticed) for each in ("postgresql", "mariadb")),
+    ],
+)
+def test_what_collides_runs_the_body_again(
+    place: Callable[..., Place],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    when: str,
+    collides: Callable[[Place], None],
 ):
-    here = place("postgresql", "serializable")
+    here = place(*where.split(" ", 1))
     real = ClaimTransaction.settle
 
+    def at(moment: str) -> None:
+        if here.runs == 1 and moment == when:
+            collides(here)
+
     def settle(run: ClaimTransaction, request: SettleRequest) -> bool:
-        if here.runs > 1:
-            return real(run, request)
-        if where == "settle":
-            here.in_between()
-            return real(run, request)
+        at("before the settle")
         done = real(run, request)
-        here.in_between()
+        at("before the commit")
         return done
 
+    here.first = lambda: at("in the body")
     monkeypatch.setattr(ClaimTransaction, "settle", settle)
     assert here.run(lambda: here.book(here.alias, "ours")) == Ran(2)
-    assert here.names() == ["first", "ours", "theirs"]
+    theirs = ["theirs"] * (collides is Place.in_between)
+    assert here.names() == ["first", "ours", *theirs]
     assert here.completed()
 
 
@@ -135,16 +166,15 @@ def atomic_task(store: DjangoStore, body: Callable[..., Any], **options: Any) ->
 
 def test_a_task_that_runs_again_has_its_arguments_as_they_were(place: Callable[..., Place]):
     here = place("postgresql", "serializable")
+    here.first = here.in_between
 
     def book(names: list[str], *, prices: dict[str, int]) -> int:
-        here.runs += 1
-        here.seats(here.alias)
-        while names:
-            name = names.pop()
-            here.book(here.alias, f"{name} {prices.pop(name)}")
-        if here.runs == 1:
-            here.in_between()
-        return here.runs
+        def book_all() -> None:
+            while names:
+                name = names.pop()
+                here.book(here.alias, f"{name} {prices.pop(name)}")
+
+        return here.book_after(book_all)
 
     task = atomic_task(here.store, book)
     assert task.apply((["ann", "bob"],), {"prices": {"ann": 1, "bob": 2}}).get() == 2
@@ -153,15 +183,11 @@ def test_a_task_that_runs_again_has_its_arguments_as_they_were(place: Callable[.
 
 def test_a_task_runs_again_with_arguments_that_have_no_copy(place: Callable[..., Place]):
     here = place("postgresql", "serializable")
+    here.first = here.in_between
 
     def book(lock: threading.Lock) -> int:
         with lock:
-            here.runs += 1
-            here.seats(here.alias)
-            here.book(here.alias, "ours")
-            if here.runs == 1:
-                here.in_between()
-            return here.runs
+            return here.book_after(lambda: here.book(here.alias, "ours"))
 
     assert atomic_task(here.store, book).apply((threading.Lock(),)).get() == 2
 
@@ -169,18 +195,19 @@ def test_a_task_runs_again_with_arguments_that_have_no_copy(place: Callable[...,
 def test_a_view_does_not_run_again_with_a_request_that_it_has_read(place: Callable[..., Place]):
     """Files are read to their end, and whatever hangs on the request was changed: its client sends another."""
     here = place("postgresql", "serializable")
+    here.first = here.in_between
 
     class User:
         credits = 10
 
     @idempotent_view(scope=lambda _: "ann", atomic=True)
     def buy(request: Any) -> HttpResponse:
-        here.runs += 1
-        here.seats(here.alias)
-        request.user.credits -= 5
-        here.book(here.alias, f"{request.FILES['order'].read().decode()} {request.user.credits}")
-        if here.runs == 1:
-            here.in_between()
+        def book() -> None:
+            request.user.credits -= 5
+            order = request.FILES["order"].read().decode()
+            here.book(here.alias, f"{order} {request.user.credits}")
+
+        here.book_after(book)
         return HttpResponse("bought")
 
     def ask() -> HttpResponse:
@@ -199,22 +226,6 @@ def test_a_view_does_not_run_again_with_a_request_that_it_has_read(place: Callab
     assert here.names() == ["first", "seat 5", "theirs"]
     assert ask()["Idempotent-Replayed"] == "true"
     assert here.runs == 2
-
-
-def test_a_record_that_a_sweep_wrote_meanwhile_runs_the_body_again(place: Callable[..., Place]):
-    """At REPEATABLE READ the settle cannot follow what was committed after its snapshot."""
-    here = place("postgresql", "repeatable read")
-
-    def body() -> None:
-        here.book(here.alias, "ours")
-        if here.runs == 1:
-            record = here.store.get(KEY)
-            assert record is not None
-            assert here.store.interrupt(KEY, token=record.token) is not None
-
-    assert here.run(body) == Ran(2)
-    assert here.names() == ["first", "ours"]
-    assert here.completed()
 
 
 @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
@@ -238,9 +249,8 @@ def test_a_deadlock_at_the_settle_runs_the_body_again(place: Callable[..., Place
         with other.cursor() as cursor:
             cursor.execute("BEGIN")
             if vendor == "postgresql":
-                cursor.execute(
-                    "SET LOCAL deadlock_timeout = '10s'"
-                )  # whose is over first is undone
+                # Whose is over first is undone.
+                cursor.execute("SET LOCAL deadlock_timeout = '10s'")
             # Has more to undo than we have: so it is ours that is undone.
             for n in range(50):
                 cursor.execute("INSERT INTO seats VALUES (%s)", (f"many {n}",))
@@ -276,42 +286,22 @@ def test_on_sqlite_a_reader_that_keeps_the_commit_waiting_too_long_runs_the_body
     alias = use_database("sqlite", NAME=str(tmp_path / "own.sqlite3"), options={"timeout": 0})
     here = Place(DjangoStore(alias))
 
-    def body() -> None:
-        here.book(here.alias, "ours")
-        if here.runs == 1:
-            execute(here.other, "BEGIN")
-            here.seats(here.other)
+    def read() -> None:
+        execute(here.other, "BEGIN")
+        here.seats(here.other)
 
     def committed(run: ClaimTransaction) -> bool:
         execute(here.other, "COMMIT")
         return real(run)
 
     real = ClaimTransaction.committed
+    here.first = read
     monkeypatch.setattr(ClaimTransaction, "committed", committed)
-    assert here.run(body) == Ran(2)
+    assert here.run(lambda: here.book(here.alias, "ours")) == Ran(2)
     assert here.names() == ["ours"]
     assert here.completed()
     databases.drop_alias(here.other)
     here.store.close()
-
-
-@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
-@pytest.mark.parametrize("noticed", ["by the body", "by the settle"])
-def test_a_session_that_is_lost_runs_the_body_again(
-    place: Callable[..., Place], vendor: str, noticed: str
-):
-    here = place(vendor)
-
-    def body() -> None:
-        here.book(here.alias, "ours")
-        if here.runs == 1:
-            databases.end_sessions(here.alias, own_only=True)
-            if noticed == "by the body":
-                here.seats(here.alias)
-
-    assert here.run(body) == Ran(2)
-    assert here.names() == ["first", "ours"]
-    assert here.completed()
 
 
 def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Place]):
@@ -328,12 +318,12 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
 def test_what_collides_to_the_end_fails_the_task_after_three_repeats(place: Callable[..., Place]):
     """Celery's ``autoretry_for`` sees the errors of the body alone."""
     here = place("postgresql", "serializable")
+    here.first = here.in_between
 
     def book(name: str) -> None:
-        here.runs += 1
-        here.seats(here.alias)
-        here.book(here.alias, name)
-        here.in_between()
+        here.book_after(lambda: here.book(here.alias, name))
+        if here.runs > 1:
+            here.in_between()
 
     options: Any = {"idempotency_key": "name", "autoretry_for": (OperationalError,)}
     task = atomic_task(here.store, book, **options)
