@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,36 +15,21 @@ from celery_idempotent.stores import Store, open_store
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql import databases
 from tests.support.admin import PERMISSIONS, make_app, make_user
-from tests.support.servers import need
 
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Django set up with the test project's settings, and its tables made; as tests/django does."""
-    state: Any = importlib.import_module("celery._state")
-    current = state._tls.current_app
     directory = tmp_path_factory.mktemp("admin")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DJANGO_SETTINGS_MODULE", "testproject.settings")
-        patch.setenv("DATABASE_PATH", str(directory / "db.sqlite3"))
-        patch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")
-        import django
-
-        django.setup()
-        state._tls.current_app = current
-
+    with databases.ready(directory):
         # In a file: the heartbeat's thread writes counters, and connections to one database in memory, which share its
         # cache, do not wait for each other ("database table is locked").
-        with (
-            pytest.MonkeyPatch.context() as name
-        ):  # or another module's test database would be this file, too
-            test = connections["default"].settings_dict["TEST"]
+        test = connections["default"].settings_dict["TEST"]
+        with pytest.MonkeyPatch.context() as name:  # another module's has a name of its own
             name.setitem(test, "NAME", str(directory / "test.sqlite3"))
-            databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
-        try:
-            yield
-        finally:
-            teardown_databases(databases, verbosity=0)
+            made = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
+        yield
+        teardown_databases(made, verbosity=0)
 
 
 @pytest.fixture
@@ -65,12 +49,9 @@ def database(project: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _postgresql(project: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    need(databases.available("postgresql"), "a server of postgresql")
-    with databases.database("postgresql", tmp_path_factory.mktemp("postgresql")) as settings:
-        alias = databases.add_alias("admin_postgresql", settings)
-        databases.migrate(alias)
+    alias = "admin_postgresql"
+    with databases.fresh("postgresql", tmp_path_factory.mktemp("postgresql"), alias):
         yield alias
-        databases.drop_alias(alias)
 
 
 @pytest.fixture

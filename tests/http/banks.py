@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 
 from tests.http.sites import Site, Web, new_key, open_site
+from tests.sql import databases
 from tests.support.servers import embedded_redis, need
 
 __all__ = ["Bank", "at_work", "made", "open_bank"]
-
-_SERVER = os.environ.get("CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432")
 
 Rows = psycopg.Connection[Any]
 
@@ -48,44 +44,22 @@ class Bank(Site):
 def open_bank(directory: Path, *, hybrid: bool = False) -> Iterator[Bank]:
     """Start the site on a new database; each of its requests is a transaction there."""
     with contextlib.ExitStack() as stack:
-        name = stack.enter_context(_database())
-        server = urlsplit(_SERVER)
-        settings = {
-            "ENGINE": "django.db.backends.postgresql",
-            "NAME": name,
-            "HOST": server.hostname,
-            "PORT": server.port or 5432,
-            "USER": server.username or "postgres",
-            "PASSWORD": server.password or "",
-            "ATOMIC_REQUESTS": True,
-        }
+        stack.enter_context(databases.ready(directory))
+        need(databases.available("postgresql"), "PostgreSQL")
+        settings = stack.enter_context(databases.database("postgresql", directory))
         cache = stack.enter_context(embedded_redis()) if hybrid else None
+        truth = f"hybrid+{cache.url()}?truth=default" if cache else "django://default"
         env = {
-            "TEST_DATABASE": json.dumps(settings),
-            "IDEMPOTENCY_STORE": (
-                "django://default" if cache is None else f"hybrid+{cache.url()}?truth=default"
-            ),
+            "TEST_DATABASE": json.dumps({**settings, "ATOMIC_REQUESTS": True}),
+            "IDEMPOTENCY_STORE": truth,
         }
         redis = stack.enter_context(embedded_redis())
         site = stack.enter_context(open_site(directory, redis, env=env))
-        rows = stack.enter_context(psycopg.connect(f"{_SERVER}/{name}", autocommit=True))
+        names = ("HOST", "PORT", "USER", "PASSWORD")
+        where = {name.lower(): settings[name] for name in names}
+        rows = psycopg.connect(dbname=settings["NAME"], autocommit=True, **where)
+        stack.enter_context(rows)
         yield Bank(**vars(site), rows=rows)
-
-
-@contextlib.contextmanager
-def _database() -> Iterator[str]:
-    try:
-        server = psycopg.connect(f"{_SERVER}/postgres", autocommit=True, connect_timeout=5)
-    except psycopg.OperationalError:
-        need(False, "PostgreSQL")
-        raise
-    name = f"test_idempotent_http_{uuid.uuid4().hex[:12]}"
-    server.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]  # a name of our own
-    try:
-        yield name
-    finally:
-        server.execute(f"DROP DATABASE {name} WITH (FORCE)")  # type: ignore[call-overload]  # as above
-        server.close()
 
 
 def made(rows: Rows, key: str) -> int:

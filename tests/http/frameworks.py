@@ -42,9 +42,9 @@ def options() -> dict[str, Any]:
     }
 
 
-def may_see(request: Any, **_: Any) -> bool:
-    """Let everybody see a replay who does not say otherwise."""
-    return read_header(getattr(request, "META", request), "X-Refused") is None
+def may_see(request: Any, **_: Any) -> object:
+    """Let everybody see a replay who does not say otherwise; what is not ``True`` refuses."""
+    return read_header(getattr(request, "META", request), "X-Refused") is None or "an object"
 
 
 def owner(request: Any) -> object:

@@ -20,10 +20,9 @@ from celery_idempotent.keys.rules import canonical
 from celery_idempotent.stores import open_store
 from tests.http.sites import new_key
 from tests.sql import databases
-from tests.stores.hybrids import CountingLink
+from tests.stores.shifted import CountingLink
 from tests.support.admin import TASK, claim, identity, make_app, settle
 from tests.support.paths import ROOT
-from tests.support.servers import need
 from tests.support.statements import statements
 
 
@@ -55,14 +54,8 @@ def stated() -> dict[str, dict[str, Counts]]:
 
 @pytest.fixture(scope="module")
 def alias(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("bounds")
-    with databases.ready(directory):
-        need(databases.available("postgresql"), "a server of postgresql")
-        with databases.database("postgresql", directory) as settings:
-            alias = databases.add_alias("bounds", settings)
-            databases.migrate(alias)
-            yield alias
-            databases.drop_alias(alias)
+    with databases.fresh("postgresql", tmp_path_factory.mktemp("bounds"), "bounds"):
+        yield "bounds"
 
 
 CALLER = SimpleNamespace(pk=1, is_authenticated=True)

@@ -12,7 +12,6 @@ import pytest
 from tests.http.banks import Bank, open_bank
 from tests.http.sites import Site
 from tests.http.test_ietf import (  # noqa: F401  collected here, with the sites of this module
-    test_another_body_is_422_while_the_first_is_at_work_and_afterwards,
     test_of_fifty_simultaneous_posts_one_is_queued_and_all_are_202,
     test_of_fifty_simultaneous_posts_one_pays_and_the_others_are_409_or_replays,
     test_the_first_post_is_202_with_its_status_and_the_last_one_200_with_the_result,

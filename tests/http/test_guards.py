@@ -26,7 +26,7 @@ from celery_idempotent.http.status import describe
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
-from tests.support.records import claim_key, settle_key
+from tests.support.records import claim_key
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("django")
@@ -134,14 +134,6 @@ def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request
     assert (status, problem["code"]) == (503, "rolled_back")
     assert problem["detail"].startswith("The database rolled it back")
     assert pay.runs == [1]
-
-
-def test_a_record_without_a_response_is_told_as_that(pay: Any) -> None:
-    identity = new_identity()
-    settle_key(get_store(app), identity, State.COMPLETED)
-    status, problem = pay(identity.key)
-    assert (status, problem["code"]) == (410, "result_not_kept")
-    assert pay.runs == []
 
 
 # Tenants -------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,11 @@ OTHER = {**ORDER, "amount": 101}
 
 
 @BOTH
-def test_a_key_is_looked_at_before_the_body(site: Site, path: str) -> None:
-    """The table of keys is that of tests/http/test_parts.py; the body is no payment."""
+def test_what_is_refused_before_its_key_is_looked_up_leaves_that_free(
+    site: Site, path: str
+) -> None:
+    """The key comes before the body, which is no payment; the table of keys is that of tests/http/test_parts.py."""
+    key = new_key()
     missing = site.pay({"no": "payment"}, path=path)
     assert missing.problem() == (400, "idempotency_key_missing")
     assert missing.json["type"] == "https://docs.example/idempotency#idempotency_key_missing"
@@ -28,6 +31,16 @@ def test_a_key_is_looked_at_before_the_body(site: Site, path: str) -> None:
         answer = site.pay({"no": "payment"}, path=path, key=wrong)
         assert answer.problem() == (400, "idempotency_key_invalid")
         assert answer.json["retryable"] is False
+    nobody = site.pay(path=path, key=key, user=None)
+    assert nobody.problem() == (401, "not_authenticated")
+    assert nobody.headers["WWW-Authenticate"].startswith("Basic")
+    for body in ({}, {**ORDER, "amount": 0}, {**ORDER, "recipient": "x"}, [1]):
+        assert site.pay(body, path=path, key=key).problem()[0] == 400
+    answer = site.ask("POST", path, b"{", key=key, content_type="application/json")
+    assert answer.problem()[0] == 400
+    first = site.pay(path=path, key=key)
+    assert first.status in {201, 202}
+    assert not first.replayed
 
 
 def test_a_function_reads_the_key_before_the_caller_and_a_handler_of_the_framework_after(
@@ -37,27 +50,6 @@ def test_a_function_reads_the_key_before_the_caller_and_a_handler_of_the_framewo
     assert site.pay(**asked).problem() == (400, "idempotency_key_invalid")
     assert site.pay(**{**asked, "key": new_key()}).problem() == (403, "caller_unknown")
     assert site.pay(user=None, key="a b").problem() == (401, "not_authenticated")
-
-
-@BOTH
-def test_without_a_login_it_is_401_and_the_key_stays_free(site: Site, path: str) -> None:
-    key = new_key()
-    answer = site.pay(path=path, key=key, user=None)
-    assert answer.problem() == (401, "not_authenticated")
-    assert answer.headers["WWW-Authenticate"].startswith("Basic")
-    assert site.pay(path=path, key=key).status in {201, 202}
-
-
-@BOTH
-def test_a_body_that_is_not_valid_is_400_and_the_key_stays_free(site: Site, path: str) -> None:
-    key = new_key()
-    for wrong in ({}, {**ORDER, "amount": 0}, {**ORDER, "recipient": "x"}, [1]):
-        assert site.pay(wrong, path=path, key=key).problem()[0] == 400
-    answer = site.ask("POST", path, b"{", key=key, content_type="application/json")
-    assert answer.problem()[0] == 400
-    first = site.pay(path=path, key=key)
-    assert first.status in {201, 202}
-    assert not first.replayed
 
 
 # Mismatch, outstanding, replay ---------------------------------------------------------------------------------------
@@ -78,12 +70,16 @@ def test_the_first_post_is_202_with_its_status_and_the_last_one_200_with_the_res
         assert again.status == 202
         assert again.replayed
         assert again.headers["Location"] == first.headers["Location"]
+        refused = site.pay(OTHER, key=key)
+        assert refused.problem() == (422, "idempotency_key_reused")
+        assert refused.json["retryable"] is False
     done = site.settled(first)
     assert done["state"] == "COMPLETED"
     last = site.pay(key=key)
     assert last.status == 200
     assert last.replayed
     assert last.json["result"] == done["result"]
+    assert site.pay(OTHER, key=key).problem() == (422, "idempotency_key_reused")
     assert site.payments(key) == 1
 
 
@@ -110,23 +106,7 @@ def test_while_a_view_works_the_second_request_is_409_and_then_a_replay_byte_for
     assert second.body == first.body
     for name in ("Content-Type", "Location"):
         assert second.headers[name] == first.headers[name]
-    assert site.payments(key) == 1
-
-
-@BOTH
-def test_another_body_is_422_while_the_first_is_at_work_and_afterwards(
-    site: Site, path: str
-) -> None:
-    key = new_key()
-    with site.bank("closed"):
-        running = in_background(lambda: site.pay(path=path, key=key))
-        name = "http" if path.endswith("now/") else "testproject.payments.tasks.pay"
-        site.until(lambda: site.ask("GET", f"/idempotency/{name}/{key}"), other_than=404)
-        refused = site.pay(OTHER, path=path, key=key)
-        assert refused.problem() == (422, "idempotency_key_reused")
-        assert refused.json["retryable"] is False
-    site.settled(first) if (first := running.result(60)).status == 202 else None
-    assert site.pay(OTHER, path=path, key=key).problem() == (422, "idempotency_key_reused")
+    assert site.pay(OTHER, path="/payments/now/", key=key).problem() == other.problem()
     assert site.payments(key) == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -112,20 +111,6 @@ def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: s
 def fingerprint(request: Any, **options: Any) -> bytes:
     guard = Guard("v", view, http_options(options), lambda: open_store("memory://"))
     return _Call(guard, view, (request,), {}).fingerprint_of_request()
-
-
-def test_a_fingerprint_of_ones_own_counts_instead_of_the_body(factory: Any) -> None:
-    def amount(request: Any) -> Any:
-        return json.loads(request.body)["amount"]
-
-    bodies = (b'{"amount": 1, "at": 5}', b'{"amount": 1, "at": 6}', b'{"amount": 2}')
-    found = [
-        fingerprint(factory.post("/", body, content_type="application/json"), fingerprint=amount)
-        for body in bodies
-    ]
-    assert found[0] == found[1] != found[2]
-    with pytest.raises(TypeError, match="no canonical form"):
-        fingerprint(factory.post("/"), fingerprint=lambda _: object())
 
 
 def test_a_body_stays_readable_for_the_view(factory: Any) -> None:

@@ -17,6 +17,7 @@ import pytest
 from celery_idempotent.django.sql.dialects import Dialect
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores.base import Store
+from tests.support.servers import need
 from tests.support.waiting import wait_for
 
 VENDORS = ("postgresql", "mariadb", "sqlite")
@@ -90,7 +91,9 @@ def database(vendor: str, directory: Path) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def fresh(vendor: str, directory: Path, alias: str) -> Iterator[dict[str, Any]]:
     """Give the settings of a new database with our tables, which Django knows by this alias meanwhile."""
-    with ready(directory), database(vendor, directory) as settings:
+    with ready(directory), contextlib.ExitStack() as stack:
+        need(available(vendor), f"a {vendor} server")
+        settings = stack.enter_context(database(vendor, directory))
         add_alias(alias, settings)
         migrate(alias)
         try:

@@ -15,7 +15,7 @@ from celery_idempotent.records import Identity
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.servers import Command, Link
 from celery_idempotent.stores.table import Snapshot
-from tests.stores.shifted import LinkProxy
+from tests.stores.shifted import CountingLink
 
 T = TypeVar("T")
 
@@ -36,16 +36,6 @@ class MemoryHybrid(CachingStore, CountedMemory):
     def __init__(self, cache: Cache, clock: Callable[[], int] | None = None) -> None:
         super().__init__(clock)
         self.cache = cache
-
-
-class CountingLink(LinkProxy):
-    """Counts the exchanges, each a round trip."""
-
-    trips = 0
-
-    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
-        self.trips += 1
-        return self._link.exchange(commands, node)
 
 
 class BadLink(CountingLink):

@@ -23,6 +23,16 @@ class LinkProxy:
         return getattr(self._link, name)
 
 
+class CountingLink(LinkProxy):
+    """Counts the exchanges, each a round trip."""
+
+    trips = 0
+
+    def exchange(self, commands: Sequence[Command], node: Any = None) -> list[Any]:
+        self.trips += 1
+        return self._link.exchange(commands, node)
+
+
 class ShiftedLink(LinkProxy):
     """Adds the offset to every TIME that passes, in scripts and in answers."""
 

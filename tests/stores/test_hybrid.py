@@ -315,14 +315,6 @@ class TestTrouble:
         assert settle(store, record, value=None)
         assert entry() is None
 
-    def test_nothing_is_cached_of_a_transaction_that_may_be_undone(self, store, entry):
-        store.joined = lambda: True
-        complete(store)
-        assert entry() is None
-        assert store.forget(KEY)
-        # A commit makes no difference: the tombstone stays.
-        assert entry() is not None
-
     def test_a_dead_cache_costs_nothing_between_two_tries(self, store, link, monkeypatch, caplog):
         now = [100.0]
         monkeypatch.setattr(hybrid.time, "monotonic", lambda: now[0])

@@ -16,7 +16,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Held, Identity, ReserveRequest, Selection, State
 from celery_idempotent.stores.redis.format import LAYOUT, MARK
 from celery_idempotent.stores.redis.store import RedisStore
-from tests.stores.shifted import Shift
+from tests.stores.shifted import CountingLink, Shift
 from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, ask, claim, in_one_bucket, renew, settle
 from tests.support.admin import make_app
 from tests.support.threads import all_at_once
@@ -252,21 +252,15 @@ def test_a_key_of_somebody_else_is_a_misconfiguration(redis_store, redis_client,
         claim(redis_store)
 
 
-def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monkeypatch):
+def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store):
     for n in range(1000):
         claim(redis_store, Identity(namespace="charge", key=f"{n}"), lease_ms=1)
     time.sleep(0.01)
-    trips = []
-    exchange = redis_store._link.exchange
-    monkeypatch.setattr(
-        redis_store._link,
-        "exchange",
-        lambda commands, node: trips.append(len(commands)) or exchange(commands, node),
-    )
+    link = redis_store._link = CountingLink(redis_store._link)
     report = redis_store.sweep(limit=2000)
     # The indexes, then 250 records at a time, which are read and written; each once more for the scripts that the
     # server did not know.
-    assert len(trips) <= 2 * (1 + 2 * 4)
+    assert link.trips <= 2 * (1 + 2 * 4)
     assert len(report.interrupted) == 1000
 
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,78 +182,61 @@ class TestCluster:
         assert target.client.exists(name)
 
 
-@contextlib.contextmanager
-def watched(binary: str, directory: Path, master: Server, replica: Server) -> Iterator[Server]:
-    """Run a Sentinel once there is a replica: it looks for new ones only every ten seconds."""
-    wait_for(lambda: replica.client.info("replication")["master_link_status"] == "up")
-    with sentinel(binary, directory, master, "main") as watcher:
-        # Not sentinel_master(): redis-py 6.4 cannot call it on a client of its own.
-        ask = partial(watcher.client.execute_command, "SENTINEL MASTER", "main")
-        wait_for(lambda: ask()["num-slaves"] == 1, 60)
-        yield watcher
+def ask(watcher: Server) -> Any:
+    """What a Sentinel knows. Not sentinel_master(): redis-py 6.4 cannot call it on a client of its own."""
+    return watcher.client.execute_command("SENTINEL MASTER", "main")
 
 
 class TestSentinel:
-    def test_a_store_follows_a_failover(self, tmp_path):
+    @pytest.fixture
+    def servers(self, tmp_path) -> Iterator[tuple[Server, Server, Server]]:
+        """A master, a replica, and a Sentinel, which looks for new ones only every ten seconds."""
         binary = redis_binary()
         with (
             running(binary, tmp_path) as master,
             running(binary, tmp_path, "--replicaof", "127.0.0.1", master.port) as replica,
-            watched(binary, tmp_path, master, replica) as watcher,
         ):
-            store = open_store(f"sentinel://127.0.0.1:1;127.0.0.1:{watcher.port}/main/2?prefix=p")
-            use(store)
-            record = claim(store)
-            wait_for(
-                lambda: (
-                    redis.Redis(port=replica.port, db=2).dbsize()
-                    == master.client.info("keyspace")["db2"]["keys"]
-                )
-            )
-            master.process.kill()
-            master.process.wait(10)
-            with pytest.raises(StoreUnavailable):
-                store.get(KEY)
+            wait_for(lambda: replica.client.info("replication")["master_link_status"] == "up")
+            with sentinel(binary, tmp_path, master, "main") as watcher:
+                wait_for(lambda: ask(watcher)["num-slaves"] == 1, 60)
+                yield master, replica, watcher
 
-            def settled():
-                try:
-                    return settle(store, record)
-                except StoreUnavailable:
-                    return False
-
-            wait_for(settled, 20, "the failover")
-            assert replica.client.info("replication")["role"] == "master"
-            assert store.get(KEY).value == VALUE
-            store.close()
-
-    def test_a_master_that_was_demoted_is_left(self, tmp_path):
-        """A planned failover closes no connection: the answer READONLY is what tells."""
-        binary = redis_binary()
-        with (
-            running(binary, tmp_path) as master,
-            running(binary, tmp_path, "--replicaof", "127.0.0.1", master.port) as replica,
-            watched(binary, tmp_path, master, replica) as watcher,
-        ):
-            store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
-            use(store)
-            assert store.get(KEY) is None  # leaves an idle connection
-            wait_for(lambda: _failed_over(watcher), 60, "the sentinel to know its replica")
-            ask = partial(watcher.client.execute_command, "SENTINEL MASTER", "main")
-            wait_for(lambda: ask()["port"] == replica.port, 15)
-            # Sentinel would do this as well, some ten seconds later.
-            master.client.replicaof("127.0.0.1", replica.port)
-            claim(store)
-            assert replica.client.dbsize() > 0
-            store.close()
-
-    def test_an_unknown_master_makes_the_store_unavailable(self, tmp_path):
-        binary = redis_binary()
-        with (
-            running(binary, tmp_path) as master,
-            sentinel(binary, tmp_path, master, "main") as watcher,
-            pytest.raises(StoreUnavailable, match="other"),
-        ):
+    def test_a_store_follows_a_failover(self, servers):
+        master, replica, watcher = servers
+        with pytest.raises(StoreUnavailable, match="other"):
             open_store(f"sentinel://127.0.0.1:{watcher.port}/other").get(KEY)
+        store = open_store(f"sentinel://127.0.0.1:1;127.0.0.1:{watcher.port}/main/2?prefix=p")
+        use(store)
+        record = claim(store)
+        copy = redis.Redis(port=replica.port, db=2)
+        wait_for(lambda: copy.dbsize() == master.client.info("keyspace")["db2"]["keys"])
+        master.process.kill()
+        master.process.wait(10)
+        with pytest.raises(StoreUnavailable):
+            store.get(KEY)
+
+        def settled():
+            with contextlib.suppress(StoreUnavailable):
+                return settle(store, record)
+
+        wait_for(settled, 20, "the failover")
+        assert replica.client.info("replication")["role"] == "master"
+        assert store.get(KEY).value == VALUE
+        store.close()
+
+    def test_a_master_that_was_demoted_is_left(self, servers):
+        """A planned failover closes no connection: the answer READONLY is what tells."""
+        master, replica, watcher = servers
+        store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
+        use(store)
+        assert store.get(KEY) is None  # leaves an idle connection
+        wait_for(lambda: _failed_over(watcher), 60, "the sentinel to know its replica")
+        wait_for(lambda: ask(watcher)["port"] == replica.port, 15)
+        # Sentinel would do this as well, some ten seconds later.
+        master.client.replicaof("127.0.0.1", replica.port)
+        claim(store)
+        assert replica.client.dbsize() > 0
+        store.close()
 
 
 def _failed_over(watcher: Server) -> bool:
