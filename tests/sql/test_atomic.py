@@ -385,7 +385,7 @@ def test_a_frozen_run_is_ended_by_the_server_a_lease_later(store: DjangoStore, s
     """Its locks are gone, so the next run need not wait; and when it thaws, it has done nothing."""
     record = claimed(store, lease_ms=2_000)
     with frozen(store, record, act, settles=settles) as thaw:
-        answer = wait_for(
+        answer: Any = wait_for(
             lambda: isinstance(answer := claim(store), Claimed) and answer, 30, interval=0.1
         )
         assert answer.record.crashes == 1

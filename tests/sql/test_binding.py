@@ -11,11 +11,7 @@ pytest.importorskip("django")
 from django.db import connections
 
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.records import (
-    Claimed,
-    Selection,
-    Settled,
-)
+from celery_idempotent.records import Selection, Settled
 from celery_idempotent.stores import Store
 from tests.sql.databases import rows
 from tests.sql.test_contract import SQLContract
@@ -33,26 +29,17 @@ def store(use_database: Callable[..., str]) -> Iterator[DjangoStore]:
 
 
 @pytest.mark.parametrize("rounds", [1, 6])
-def test_a_store_works_where_the_project_binds_parameters_on_the_server(store, rounds):
-    for n in range(rounds):
-        claimed = claim(store, named(f"{n}"))
-        assert isinstance(claimed, Claimed)
-        assert store.renew([renewal(claimed.record)]) == [True]
-        assert store.settle(end_of(claimed.record))
-        assert isinstance(claim(store, named(f"{n}")), Settled)
-    assert len(store.list(Selection(), limit=100).records) == rounds
-
-
-@pytest.mark.parametrize("rounds", [1, 6])
-def test_an_atomic_run_works_there_and_the_task_has_the_cursors_of_the_project(store, rounds):
+def test_a_store_works_there_and_an_atomic_task_has_the_cursors_of_the_project(store, rounds):
     for n in range(rounds):
         record = claim(store, named(f"{n}")).record
+        assert store.renew([renewal(record)]) == [True]
         with store.transaction(record) as run:
             with connections[store.alias].cursor() as cursor:
                 assert not hasattr(cursor.cursor, "mogrify"), "it binds on the client"
                 cursor.execute("SELECT %s::int", (n,))
             assert run.settle(end_of(record))
         assert isinstance(claim(store, named(f"{n}")), Settled)
+    assert len(store.list(Selection(), limit=100).records) == rounds
 
 
 def test_an_atomic_run_has_its_own_statements_prepared_and_not_those_of_the_task(use_database):
@@ -74,7 +61,5 @@ def test_an_atomic_run_has_its_own_statements_prepared_and_not_those_of_the_task
 @pytest.mark.wide
 class TestContract(SQLContract):
     @pytest.fixture
-    def store(self, use_database: Callable[..., str]) -> Iterator[Store]:
-        store = DjangoStore(use_database("postgresql", options=OPTIONS))
-        yield store
-        store.close()
+    def store(self, store: DjangoStore) -> Store:
+        return store

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import (
-    Held,
-    Record,
-    State,
-)
+from celery_idempotent.records import Held, Record, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
-from tests.sql.verbs import KEY, claim, claimed, end_of, named, renewal
+from tests.sql.verbs import KEY, claim, claimed, end_of, found, named, renewal
+from tests.support.threads import all_at_once, in_background
 
 pytest.importorskip("django")
 
@@ -35,47 +31,37 @@ def settle(store: DjangoStore, record: Record) -> bool:
     return store.settle(end_of(record))
 
 
-def in_thread(do: Callable[[], Any]) -> Any:
-    """Do it in a thread of its own, which has no connection yet."""
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(do()))
-    thread.start()
-    thread.join(30)
-    assert answers, "it waits for ever"
-    return answers[0]
-
-
 class Rollback(Exception):
     pass
 
 
-@pytest.fixture(params=SERVERS)
-def server_store(
+def on(*vendors: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("store", vendors, indirect=True)
+
+
+@pytest.fixture(params=databases.VENDORS)
+def store(
     request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore]
 ) -> Iterator[DjangoStore]:
-    """A store in each database that is a server, whose threads' connections are left as they were."""
+    """A store in each database, whose threads' connections are left as they were."""
     store = open_store(request.param)
     yield store
     connections[store.alias].close()
 
 
-def test_a_claim_is_seen_before_the_callers_transaction_ends_and_outlives_it(
-    server_store: DjangoStore,
-):
-    store = server_store
+@on(*SERVERS)
+def test_a_claim_is_seen_before_the_callers_transaction_ends_and_outlives_it(store: DjangoStore):
     with pytest.raises(Rollback), transaction.atomic(using=store.alias):
         execute(store.alias, "SELECT 1")
         record = claimed(store)
-        assert isinstance(in_thread(lambda: claim(store)), Held)
+        assert isinstance(in_background(lambda: claim(store)).result(30), Held)
         assert settle(store, record)
         raise Rollback
-    found = store.get(KEY)
-    assert found is not None
-    assert found.state is State.COMPLETED
+    assert found(store).state is State.COMPLETED
 
 
-def test_a_verb_works_after_the_callers_code_broke_its_transaction(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_a_verb_works_after_the_callers_code_broke_its_transaction(store: DjangoStore):
     record = claimed(store)
     with pytest.raises(Rollback), transaction.atomic(using=store.alias):
         with pytest.raises(DatabaseError):
@@ -86,20 +72,16 @@ def test_a_verb_works_after_the_callers_code_broke_its_transaction(server_store:
     assert store.get(KEY) is None
 
 
-def test_a_verb_is_no_part_of_a_transaction_that_django_does_not_know_of(
-    server_store: DjangoStore,
-):
-    alias = server_store.alias
-    execute(alias, "BEGIN")
-    claimed(server_store)
-    execute(alias, "ROLLBACK")
-    assert server_store.get(KEY) is not None
+@on(*SERVERS)
+def test_a_verb_is_no_part_of_a_transaction_that_django_does_not_know_of(store: DjangoStore):
+    execute(store.alias, "BEGIN")
+    claimed(store)
+    execute(store.alias, "ROLLBACK")
+    assert store.get(KEY) is not None
 
 
-def test_on_sqlite_a_verb_is_part_of_the_callers_transaction(
-    open_store: Callable[..., DjangoStore],
-):
-    store = open_store("sqlite")
+@on("sqlite")
+def test_on_sqlite_a_verb_is_part_of_the_callers_transaction(store: DjangoStore):
     with pytest.raises(Rollback), transaction.atomic(using=store.alias):
         claimed(store)
         assert isinstance(claim(store), Held)
@@ -114,7 +96,7 @@ def test_a_thread_that_ends_leaves_no_connection_behind(store: DjangoStore):
     connections[store.alias].close()
     store.close()
     for _ in range(3):
-        in_thread(lambda: claim(store))
+        in_background(lambda: claim(store)).result(30)
     # A connection that nobody closed would be a warning, and warnings are errors.
     assert len(store.connections._idle) == (store.connections.own().vendor != "sqlite")
 
@@ -149,21 +131,17 @@ def sessions(store: DjangoStore) -> int:
     return int(number)
 
 
-def test_many_threads_share_few_connections(open_store: Callable[..., DjangoStore]):
-    store = open_store("postgresql")
+@on("postgresql")
+def test_many_threads_share_few_connections(store: DjangoStore):
     names = [named(f"{n}") for n in range(40)]
     before = sessions(store)  # with those of other tests' stores
-    threads = [threading.Thread(target=claim, args=(store, name)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_at_once(len(names), lambda n: claim(store, names[n]))
     assert all(store.get(name) is not None for name in names)
     assert sessions(store) - before <= 8
 
 
-def test_a_connection_that_the_server_closed_is_replaced(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_a_connection_that_the_server_closed_is_replaced(store: DjangoStore):
     record = claimed(store)
     databases.end_sessions(store.alias)
     assert settle(store, record)
@@ -171,9 +149,9 @@ def test_a_connection_that_the_server_closed_is_replaced(server_store: DjangoSto
     assert claim(store).record.state is State.COMPLETED
 
 
-def test_an_atomic_run_begins_on_a_connection_that_the_server_closed(server_store: DjangoStore):
+@on(*SERVERS)
+def test_an_atomic_run_begins_on_a_connection_that_the_server_closed(store: DjangoStore):
     """Django checks one of its own at most once a request: nothing has run, so it begins again."""
-    store = server_store
     record = claimed(store)
     execute(store.alias, "SELECT 1")
     databases.end_sessions(store.alias)
@@ -181,8 +159,8 @@ def test_an_atomic_run_begins_on_a_connection_that_the_server_closed(server_stor
         assert run.settle(end_of(record))
 
 
-def test_a_dead_connection_in_a_transaction_does_not_stop_a_release(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_a_dead_connection_in_a_transaction_does_not_stop_a_release(store: DjangoStore):
     record = claimed(store)
     with pytest.raises(DatabaseError), transaction.atomic(using=store.alias):
         execute(store.alias, "SELECT 1")
@@ -193,8 +171,8 @@ def test_a_dead_connection_in_a_transaction_does_not_stop_a_release(server_store
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_uses_connections_of_its_own(server_store: DjangoStore):
-    store = server_store
+@on(*SERVERS)
+def test_a_forked_child_uses_connections_of_its_own(store: DjangoStore):
     execute(store.alias, "SELECT 1")
     record = claimed(store)
     with transaction.atomic(using=store.alias):
@@ -213,18 +191,15 @@ def test_a_forked_child_uses_connections_of_its_own(server_store: DjangoStore):
         assert claim(store).record.state is State.COMPLETED
 
 
-def test_a_transaction_that_has_the_row_keeps_no_look_waiting(
-    open_store: Callable[..., DjangoStore],
-):
+@on("postgresql")
+def test_a_transaction_that_has_the_row_keeps_no_look_waiting(store: DjangoStore):
     """A process froze between the settle in its transaction and the COMMIT."""
-    store = open_store("postgresql")
     record = claimed(store)
     with transaction.atomic(using=store.alias):
         execute(store.alias, "UPDATE celery_idempotent_record SET state = 'C'")
-        assert isinstance(in_thread(lambda: claim(store)), Held)
-        assert in_thread(lambda: store.get(KEY)) == record
-        assert in_thread(lambda: store.sweep(limit=10)).interrupted == ()
-    connections[store.alias].close()
+        assert isinstance(in_background(lambda: claim(store)).result(30), Held)
+        assert in_background(lambda: store.get(KEY)).result(30) == record
+        assert in_background(lambda: store.sweep(limit=10)).result(30).interrupted == ()
 
 
 def test_a_server_that_does_not_answer_is_unavailable(use_database: Callable[..., str]):

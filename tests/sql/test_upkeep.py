@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from celery_idempotent.records import (
-    Held,
-    Identity,
-    Record,
-    Selection,
-)
-from tests.sql import databases, verbs
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import Held, Identity, Record, Selection
+from tests.sql import verbs
 from tests.sql.databases import execute, rows, shift
 from tests.sql.verbs import KEY
+from tests.support.threads import all_at_once, in_background
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
@@ -117,15 +112,7 @@ def test_prunes_at_once_delete_each_row_once(store: DjangoStore):
     for identity in MANY:
         settle(store, claimed(store, identity), keep_ms=1)
     shift(store, 2 * HOUR)
-    answers: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(store.prune(limit=1000))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(answers) == len(MANY)
+    assert sum(all_at_once(4, lambda _: store.prune(limit=1000))) == len(MANY)
 
 
 def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
@@ -138,9 +125,7 @@ def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
     def overtaken(row: RowSnapshot, after: Any) -> None:
         monkeypatch.setattr(RowSnapshot, "write", write)
         lease = verbs.renewal(record, keep_ms=HOUR)
-        thread = threading.Thread(target=lambda: renewed.extend(store.renew([lease])))
-        thread.start()
-        thread.join()
+        renewed.extend(in_background(lambda: store.renew([lease])).result(30))
         write(row, after)
 
     monkeypatch.setattr(RowSnapshot, "write", overtaken)
@@ -151,16 +136,14 @@ def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
 def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(
     store: DjangoStore, caplog: pytest.LogCaptureFixture
 ):
-    from celery_idempotent.errors import StoreMisconfigured
-
     record, stale = claimed(store, lease_ms=1), claimed(store, verbs.named("stale"), lease_ms=1)
-    changes, later = "data = '[', token = token + 1000000000", record.token + 1_000_000_000
-    where = f"WHERE token = {record.token}"
-    execute(store.alias, f"UPDATE celery_idempotent_record SET {changes} {where}")
+    later, where = record.token + 1_000_000_000, f"WHERE token = {record.token}"
     wait_for(lambda: store.stats().stale == 2, what="the end of the leases")
-    connections[store.alias].close()
-    with pytest.raises(StoreMisconfigured, match=f"{digest(KEY).hex()}.*newer version"):
-        store.get(KEY)
+    for changes in ("state = 'X'", f"state = 'P', data = '[', token = {later}"):
+        execute(store.alias, f"UPDATE celery_idempotent_record SET {changes} {where}")
+        connections[store.alias].close()
+        with pytest.raises(StoreMisconfigured, match=f"{digest(KEY).hex()}.*newer version"):
+            store.get(KEY)
     assert [each.identity for each in store.list(Selection()).records] == [stale.identity]
     assert digest(KEY).hex() in caplog.text
     # A sweep leaves it alone, and goes on.
@@ -169,21 +152,7 @@ def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(
     assert claimed(store).token > later
 
 
-def test_an_unknown_state_is_noticed(store: DjangoStore):
-    from celery_idempotent.errors import StoreMisconfigured
-
-    claimed(store)
-    execute(store.alias, "UPDATE celery_idempotent_record SET state = 'X'")
-    connections[store.alias].close()
-    with pytest.raises(StoreMisconfigured, match="a newer version"):
-        store.get(KEY)
-
-
-@pytest.mark.parametrize("vendor", databases.VENDORS)
-def test_health_writes_and_remembers_the_first_use(
-    open_store: Callable[..., DjangoStore], vendor: str
-):
-    store = open_store(vendor)
+def test_health_writes_and_remembers_the_first_use(store: DjangoStore):
     # Earlier tests of this process used the same tables, and lost their data.
     execute(store.alias, "DELETE FROM celery_idempotent_mark")
     store._mark = 0
@@ -193,7 +162,7 @@ def test_health_writes_and_remembers_the_first_use(
     execute(store.alias, "DELETE FROM celery_idempotent_mark")
     shift(store, 5)
     assert (began < 0, store.health().mark > -began) == (True, True)
-    if vendor != "postgresql":
+    if store.connections.own().vendor != "postgresql":
         return
     name = connections[store.alias].settings_dict["NAME"]
     execute(store.alias, f"ALTER DATABASE {name} SET default_transaction_read_only = on")

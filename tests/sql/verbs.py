@@ -12,10 +12,7 @@ from tests.stores import verbs
 from tests.stores.verbs import KEY, VALUE
 from tests.support.threads import in_background
 
-__all__ = [
-    *("KEY", "TIMES", "VALUE"),
-    *("claim", "claimed", "end_of", "found", "frozen", "named", "renewal"),
-]
+__all__ = ["KEY", "VALUE"]
 
 TIMES: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
 
