@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connections
 from django.test import Client, override_settings
 from django.test.utils import setup_databases, teardown_databases
@@ -61,39 +63,45 @@ def postgresql(_postgresql: str) -> str:
     return _postgresql
 
 
+@pytest.fixture
+def serve(database: None) -> Iterator[Callable[..., Any]]:
+    """Let the admin show this store; gives the app."""
+    with ExitStack() as stack:
+
+        def serve(store: Store | str, **settings: Any) -> Any:
+            app = make_app(store, **settings)
+            stack.enter_context(override_settings(CELERY_IDEMPOTENT_APP=app))
+            return app
+
+        yield serve
+
+
 @pytest.fixture(params=[pytest.param("redis", marks=pytest.mark.wide), "sql"])
-def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
-    """A store of each kind in turn, empty."""
+def store(request: pytest.FixtureRequest, serve: Callable[..., Any]) -> Iterator[Store]:
+    """A store of each kind in turn, empty, which the admin shows."""
     url = "django://default"
     if request.param == "redis":
         prefix = request.getfixturevalue("prefix")
         url = f"{request.getfixturevalue('redis_url')}?prefix={prefix}"
     store = open_store(url)
+    serve(store)
     yield store
     store.close()
 
 
 @pytest.fixture
-def memory(database: None) -> Store:
-    """A store for tests that any store would do for."""
-    return MemoryStore()
+def memory(serve: Callable[..., Any]) -> Store:
+    """A store for tests that any store would do for, which the admin shows."""
+    store = MemoryStore()
+    serve(store)
+    return store
 
 
 @pytest.fixture
-def serve(database: None) -> Iterator[Callable[..., Any]]:
-    """Let the admin show this store; gives the app."""
-    overrides = []
-
-    def serve(store: Store | str, **settings: Any) -> Any:
-        app = make_app(store, **settings)
-        override = override_settings(CELERY_IDEMPOTENT_APP=app)
-        override.enable()
-        overrides.append(override)
-        return app
-
-    yield serve
-    for override in reversed(overrides):
-        override.disable()
+def app() -> Any:
+    """The app whose store the admin shows; it comes after that store."""
+    known: Any = settings
+    return known.CELERY_IDEMPOTENT_APP
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ def entries():
 
 
 @pytest.fixture
-def app(memory, serve):
+def app(memory, app):
     settle(memory, claim(memory, "order-1"))
     make_user("alice")
-    return serve(memory)
+    return app
 
 
 @pytest.mark.parametrize(

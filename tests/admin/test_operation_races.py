@@ -23,7 +23,6 @@ from celery_idempotent.stores import Store
 from tests.support.admin import claim, identity, make_user, settle, value
 from tests.support.waiting import wait_for
 
-Serve = Callable[..., Any]
 KEY = identity("a")
 MESSAGE = b"application/json\nutf-8\n{}"
 
@@ -102,14 +101,13 @@ MEANWHILE: dict[tuple[str, str], tuple[Callable[[Store, Record], None], ...]] = 
 )
 def test_what_happened_since_it_was_seen_stays(
     store: Store,
-    serve: Serve,
+    app: Any,
     monkeypatch: pytest.MonkeyPatch,
     operation: Any,
     state: str,
     meanwhile: Callable[[Store, Record], None],
     when: str,
 ) -> None:
-    app = serve(store)
     seen = bring_to(store, state)
     look, after = store.get, list[Record | None]()
 
@@ -142,7 +140,7 @@ def test_what_happened_since_it_was_seen_stays(
 )
 def test_one_that_the_store_sent_twice_is_told_as_done(
     store: Store,
-    serve: Serve,
+    app: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     operation: Operation,
@@ -152,7 +150,6 @@ def test_one_that_the_store_sent_twice_is_told_as_done(
     """As after the COMMIT of a database whose answer is lost: the verb is done again, and finds its own work."""
     from django.contrib.admin.models import LogEntry
 
-    app = serve(store)
     seen = bring_to(store, state)
     verb = getattr(store, operation)
 
@@ -175,14 +172,13 @@ def test_one_that_the_store_sent_twice_is_told_as_done(
 
 
 def test_code_that_forgets_is_told_that_it_did_and_forgets_no_later_record(
-    store: Store, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    store: Store, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """::
 
     code     forget ─ deleted, and the answer is lost ─────────────── again: another token
     worker                                              claim ─ COMPLETED
     """
-    app = serve(store)
     bring_to(store, "COMPLETED")
     forget = store.forget
 

@@ -69,8 +69,7 @@ def published() -> Any:
 # -- one record --------------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_claim_is_released(store: Store, serve: Serve, operator: Client) -> None:
-    serve(store)
+def test_a_stale_claim_is_released(store: Store, operator: Client) -> None:
     stale(store, "a")
     answer = confirm(operator, ask(operator, "release", one="a"), reason="its host is gone")
     assert answer["Location"] == address("a")
@@ -83,9 +82,8 @@ def test_a_stale_claim_is_released(store: Store, serve: Serve, operator: Client)
 
 
 def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(
-    memory: Store, serve: Serve, operator: Client
+    memory: Store, app: Any, operator: Client
 ) -> None:
-    app = serve(memory)
     stale(memory, "a", fingerprint=None)
     page = operator.get(address("a"))
     for wrong, problem in {"": "required", "ch_17": "is not JSON"}.items():
@@ -114,9 +112,9 @@ def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(
 
 
 def test_a_message_is_published_again_under_its_task_id_or_the_operator_is_told(
-    memory: Store, serve: Serve, operator: Client, published: list[str]
+    memory: Store, app: Any, operator: Client, published: list[str]
 ) -> None:
-    crash(serve(memory), memory, "a")
+    crash(app, memory, "a")
     confirm(operator, ask(operator, "requeue", one="a"))
     assert left(memory, "a") == {"a": State.QUEUED}
     assert published == ["task-1"]
@@ -140,9 +138,8 @@ def test_a_message_is_published_again_under_its_task_id_or_the_operator_is_told(
     ],
 )
 def test_those_that_are_ticked_are_operated_on_after_one_question(
-    store: Store, serve: Serve, operator: Client, operation: str, past: str, after: State | None
+    store: Store, app: Any, operator: Client, operation: str, past: str, after: State | None
 ) -> None:
-    app = serve(store)
     if operation == "release":
         stale(store, *"abc")
     else:
@@ -162,10 +159,7 @@ def test_those_that_are_ticked_are_operated_on_after_one_question(
     )
 
 
-def test_the_question_says_the_verdict_of_each_and_why(
-    store: Store, serve: Serve, operator: Client
-) -> None:
-    serve(store)
+def test_the_question_says_the_verdict_of_each_and_why(store: Store, operator: Client) -> None:
     settle(store, claim(store, "done"))
     gone, moved = claim(store, "gone"), claim(store, "moved")
     claim(store, "live")
@@ -190,13 +184,12 @@ def test_the_question_says_the_verdict_of_each_and_why(
 
 
 def test_all_that_match_are_operated_on_with_their_count_and_risks_first(
-    store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+    store: Store, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django.admin import site
 
     monkeypatch.setattr(site, "PER_PAGE", 3)
     monkeypatch.setattr(site, "MOST", 7)
-    serve(store)
     for n in range(8):
         settle(store, claim(store, f"declined-{n}"), State.FAILED, error="Declined: no funds")
     settle(store, claim(store, "other"), State.FAILED, error="ValueError")
@@ -221,9 +214,8 @@ def test_all_that_match_are_operated_on_with_their_count_and_risks_first(
 
 
 def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(
-    store: Store, serve: Serve, operator: Client
+    store: Store, operator: Client
 ) -> None:
-    serve(store)
     for key in "ab":
         claim(store, key)
     stale(store, "s")
@@ -244,9 +236,8 @@ def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(
 
 
 def test_each_is_done_whatever_the_outcome_of_the_others(
-    store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+    store: Store, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(store)
     stale(store, *"abcd")
     page = ask(operator, "release")
     release = store.release
@@ -275,9 +266,8 @@ def test_each_is_done_whatever_the_outcome_of_the_others(
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_fifty_times(
-    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+    memory: Store, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve(memory)
     stale(memory, *"abc")
     page = ask(operator, "release")
 
@@ -312,9 +302,8 @@ MARKS = [f'1 FAILED ["t","","{n}"]' for n in range(501)]
     ],
 )
 def test_a_choice_that_means_nothing_leads_back_to_the_list(
-    memory: Store, serve: Serve, operator: Client, chosen: Any, why: str
+    memory: Store, operator: Client, chosen: Any, why: str
 ) -> None:
-    serve(memory)
     answer = operator.post(f"{OPERATE}?state=stale", chosen)
     assert answer["Location"] == f"{LIST}?state=stale"
     assert why in said(operator, answer)
@@ -332,16 +321,15 @@ def test_a_choice_that_means_nothing_leads_back_to_the_list(
         '² FAILED ["t","","k"]',
     ],
 )
-def test_a_mark_of_no_list_is_400(memory: Store, serve: Serve, operator: Client, mark: str) -> None:
-    serve(memory)
+def test_a_mark_of_no_list_is_400(memory: Store, operator: Client, mark: str) -> None:
     sent = {"operation": "forget", "record": mark, "confirmed": "1"}
     assert operator.post(OPERATE, sent).status_code == 400
 
 
 def test_each_operation_needs_its_own_permission(
-    memory: Store, serve: Serve, log_in: Callable[..., Client]
+    memory: Store, app: Any, log_in: Callable[..., Client]
 ) -> None:
-    crash(serve(memory), memory, "a")
+    crash(app, memory, "a")
     claim(memory, "b")
     applies = {"a": ("requeue", "complete", "fail", "forget"), "b": ("release",)}
     listed = marks(log_in("view_idempotencyrecord").get(LIST))

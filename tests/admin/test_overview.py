@@ -55,9 +55,8 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
     assert drawn.bars[0][4] == "1970-01-01 01:39 UTC: runs 6"
 
 
-def test_the_first_page_tells_what_is_wrong(store: Any, serve: Serve, operator: Client) -> None:
+def test_the_first_page_tells_what_is_wrong(store: Any, app: Any, operator: Client) -> None:
     """Totals as links, failures by task and class, outcomes by minute or hour, the newest of what ended badly."""
-    app = serve(store)
     ours = {(TASK, "claimed"): 1200, (TASK, "released"): 40, (TASK, "replayed"): 3}
     errors = {(TASK, "released:ConnectionError"): 40, (TASK, "failed:Declined"): 1}
     store.count({**ours, **errors, ("other", "claimed"): 1, (sweep.SWEEP, "swept"): 9})

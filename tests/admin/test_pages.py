@@ -27,9 +27,8 @@ Serve = Callable[..., Any]
 
 
 @pytest.fixture
-def filled(store: Store, serve: Serve) -> Store:
+def filled(store: Store) -> Store:
     """One record of each kind."""
-    serve(store)
     settle(store, claim(store, "done"), stored=value('"the <b>result</b>"'))
     settle(store, claim(store, identity("done", scope="tenant-1")))
     settle(store, claim(store, identity("elsewhere", namespace="shop.ship")))
@@ -81,9 +80,8 @@ def fail(store: Store, key: str) -> None:
 
 
 def test_the_list_says_why_records_failed_and_the_message_to_those_who_may_see_results(
-    store: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+    store: Store, operator: Client, log_in: Callable[..., Client]
 ) -> None:
-    serve(store)
     fail(store, "failed")
     settle(store, claim(store, "done"), stored=value('"the result"'))
     for key, end in (("lost", store.interrupt), ("half", store.release)):
@@ -109,10 +107,7 @@ def test_the_list_says_why_records_failed_and_the_message_to_those_who_may_see_r
         assert "no funds" not in text(viewer.get(page))
 
 
-def test_a_task_id_finds_the_record_of_its_task(
-    store: Store, serve: Serve, operator: Client
-) -> None:
-    serve(store)
+def test_a_task_id_finds_the_record_of_its_task(store: Store, operator: Client) -> None:
     claim(store, "live", task_id="id-of-live")
     settle(store, claim(store, "failed", task_id="id-of-failed"), State.FAILED)
     for task_id in ("first", "id-of-crashed"):  # a later delivery, under another id
@@ -128,10 +123,7 @@ def test_a_task_id_finds_the_record_of_its_task(
     assert "No record has this key or task id: id-of-none" in text(answer)
 
 
-def test_a_record_page_shows_what_the_record_knows(
-    store: Store, serve: Serve, operator: Client
-) -> None:
-    serve(store)
+def test_a_record_page_shows_what_the_record_knows(store: Store, operator: Client) -> None:
     record = claim(store, identity("a", scope="tenant-1"))
     store.checkpoint(record.identity, token=record.token, name="charged", value=value('"4711"'))
     page = operator.get(address(record.identity))
@@ -150,9 +142,8 @@ def test_a_record_page_shows_what_the_record_knows(
 
 
 def test_a_result_is_for_those_who_may_see_it_and_is_no_markup(
-    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+    memory: Store, operator: Client, log_in: Callable[..., Client]
 ) -> None:
-    serve(memory)
     settle(memory, claim(memory, "a"), stored=value('"<script>alert(1)</script>"'))
     page = operator.get(address("a")).content.decode()
     assert "&lt;script&gt;alert(1)" in page
@@ -162,8 +153,7 @@ def test_a_result_is_for_those_who_may_see_it_and_is_no_markup(
     assert "You have no permission to see it." in page
 
 
-def test_names_are_no_markup(memory: Store, serve: Serve, operator: Client) -> None:
-    serve(memory)
+def test_names_are_no_markup(memory: Store, operator: Client) -> None:
     evil = identity('"><script>alert(1)</script>', scope="</a><b>", namespace="<i>x</i>")
     settle(memory, claim(memory, evil, worker="<u>host</u>:1"))
     memory.count({("<i>x</i>", "claimed"): 1})  # type: ignore[attr-defined]
@@ -176,10 +166,7 @@ def test_names_are_no_markup(memory: Store, serve: Serve, operator: Client) -> N
             assert markup not in page.content.decode(), page
 
 
-def test_what_the_app_does_not_accept_is_not_unpickled(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
+def test_what_the_app_does_not_accept_is_not_unpickled(memory: Store, operator: Client) -> None:
     pickled = Stored(
         content_type="application/x-python-serialize",
         content_encoding="binary",
@@ -191,8 +178,7 @@ def test_what_the_app_does_not_accept_is_not_unpickled(
         assert "which this app does not accept" in text(operator.get(address(about)))
 
 
-def test_long_results_are_cut(memory: Store, serve: Serve, operator: Client) -> None:
-    serve(memory)
+def test_long_results_are_cut(memory: Store, operator: Client) -> None:
     settle(memory, claim(memory, "long"), stored=value('"' + "x" * 50_000 + '"'))
     settle(memory, claim(memory, "none"))
     settle(memory, claim(memory, "broken"), stored=value("{"))
@@ -214,8 +200,7 @@ BAD = [
 ]
 
 
-def test_a_bad_query_is_400_and_says_so(store: Store, serve: Serve, operator: Client) -> None:
-    serve(store)
+def test_a_bad_query_is_400_and_says_so(store: Store, operator: Client) -> None:
     for query in BAD:
         answer = operator.get(LIST, query)
         assert answer.status_code == 400, query
@@ -236,10 +221,9 @@ NO_RECORDS = [
 ]
 
 
-def test_an_address_of_no_record_is_404(memory: Store, serve: Serve, operator: Client) -> None:
+def test_an_address_of_no_record_is_404(memory: Store, operator: Client) -> None:
     from django.contrib.admin.utils import quote
 
-    serve(memory)
     for name in NO_RECORDS:
         answer = operator.get(f"{OVERVIEW}{url_quote(quote(name))}/change/")
         assert answer.status_code == 404, name[:40]
@@ -247,9 +231,8 @@ def test_an_address_of_no_record_is_404(memory: Store, serve: Serve, operator: C
 
 
 def test_each_page_is_for_those_who_may(
-    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+    memory: Store, operator: Client, log_in: Callable[..., Client]
 ) -> None:
-    serve(memory)
     claim(memory, "a")
     stranger = log_in("release_record", "forget_record", "view_result")
     for page in (LIST, OVERVIEW, address("a"), OPERATE):
@@ -281,13 +264,12 @@ def test_a_setting_that_names_no_app_is_said_by_the_checks() -> None:
 
 
 def test_completed_records_are_browsed_in_steps_until_all_were_seen(
-    store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+    store: Store, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django.admin import site
 
     monkeypatch.setattr(site, "PER_PAGE", 7)
     monkeypatch.setattr(finding, "LOOK_AT", 20)
-    serve(store)
     wanted = {f"key-{n}" for n in range(30)}
     for key in wanted:
         settle(store, claim(store, key))
@@ -309,15 +291,13 @@ def test_completed_records_are_browsed_in_steps_until_all_were_seen(
     [("order-17", "order-17"), ('"17"', "17"), ("17", "17"), ("@4711-abc", "4711-abc")],
 )
 def test_a_key_is_found_as_people_write_it(
-    memory: Store, serve: Serve, operator: Client, key: str, typed: str
+    memory: Store, operator: Client, key: str, typed: str
 ) -> None:
-    serve(memory)
     settle(memory, claim(memory, key))
     assert keys(operator.get(LIST, {"key": typed})) == {key}
 
 
-def test_tasks_and_views_go_by_one_name(memory: Store, serve: Serve, operator: Client) -> None:
-    app = serve(memory)
+def test_tasks_and_views_go_by_one_name(memory: Store, app: Any, operator: Client) -> None:
 
     @app.task(
         name="shop.refund", base=IdempotentTask, idempotency_namespace="refunds", shared=False
@@ -361,8 +341,7 @@ def test_a_page_takes_no_more_queries_than_stated(
     store.close()
 
 
-def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
-    app = serve(memory)
+def test_the_page_of_a_record_says_what_explain_says(memory, app, operator):
     fail(memory, "order-1")
     story = tell_story(app, memory, memory.get(identity("order-1")))
     page = text(operator.get(address("order-1")))
@@ -371,10 +350,7 @@ def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
     assert f"{story.headline} Declined: no funds So far" in page
 
 
-def test_the_page_of_a_record_leads_to_others(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
+def test_the_page_of_a_record_leads_to_others(memory: Store, operator: Client) -> None:
     settle(memory, claim(memory, about := identity("order-1", scope='["user",17]')))
     settle(memory, claim(memory, identity("order-2", scope='["user",17]')))
     settle(memory, claim(memory, "order-1"))
@@ -388,10 +364,9 @@ LINKS = {"task": {"order-1", "order-2"}, "scope": {"order-1", "order-2"}, "key":
 
 
 def test_the_page_of_a_record_names_the_other_scopes_that_have_its_key(
-    store: Store, serve: Serve, operator: Client
+    store: Store, operator: Client
 ) -> None:
     """A customer was charged twice: by the task's own key, and by a request."""
-    serve(store)
     sent = identity("order-1", scope='["user",17]')
     for about in (identity("order-1"), sent, identity("order-2")):
         settle(store, claim(store, about))
@@ -404,11 +379,10 @@ def test_the_page_of_a_record_names_the_other_scopes_that_have_its_key(
 
 
 def test_a_search_that_takes_too_long_is_gone_on_with(
-    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+    memory: Store, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django.admin import site
 
-    serve(memory)
     for n in range(5):
         settle(memory, claim(memory, f"order-{n}"))
     settle(memory, claim(memory, identity("order-0", scope="acme")))

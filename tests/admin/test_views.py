@@ -15,8 +15,6 @@ from celery_idempotent.stores import Store
 from tests.admin.pages import address, text
 from tests.support.admin import claim, settle
 
-Serve = Callable[..., Any]
-
 
 def of_user(key: str, pk: object) -> Identity:
     """A key that a user sent to the test project's `POST /payments/now/`."""
@@ -38,9 +36,8 @@ def value_of(client: Client, about: Identity) -> str:
 
 
 def test_the_answer_of_a_view_is_shown_as_it_was_sent(
-    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+    memory: Store, operator: Client, log_in: Callable[..., Client]
 ) -> None:
-    serve(memory)
     about = of_user("a", 17)
     kept = response(
         '{"name": "Zoë <b>"}'.encode(), headers="Content-Type: application/json\r\nLocation: /p/1/"
@@ -61,10 +58,7 @@ def test_the_answer_of_a_view_is_shown_as_it_was_sent(
     assert "201 Created" not in text(stranger)
 
 
-def test_an_answer_that_is_no_text_is_shown_in_part(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
+def test_an_answer_that_is_no_text_is_shown_in_part(memory: Store, operator: Client) -> None:
     about = of_user("a", 17)
     settle(
         memory, claim(memory, about), stored=response(b"\xff", headers="Content-Type: image/png")
@@ -72,8 +66,7 @@ def test_an_answer_that_is_no_text_is_shown_in_part(
     assert "Content-Type: image/png \ufffd" in text(operator.get(address(about)))
 
 
-def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
-    serve(memory)
+def test_the_error_of_a_view_is_shown(memory: Store, operator: Client) -> None:
     about = of_user("a", 17)
     error = ResponseCodec("", 0).dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
