@@ -5,18 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from celery.signals import before_task_publish
-from django.db import connection
+from django.db import DatabaseError, InterfaceError, connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
+from celery_idempotent.celery.operations import (
+    OperationRequest,
+    Outcome,
+    operate_on_each,
+    operate_or_raise,
+)
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, OPERATE, address, ask, confirm, fields, marks, said, text
-from tests.support.admin import TASK, claim, identity, settle
+from tests.support.admin import TASK, claim, identity, make_user, settle
 from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
@@ -375,3 +382,57 @@ def test_so_many_records_take_so_many_queries(
     assert done.status_code == 302
     assert len(entries()) == 50
     assert len(queries) <= 20 + 12 * 50
+
+
+# -- the log: of named people, wherever they operate, and never waited for ------------------------------------------
+
+ALICE = OperationRequest("forget", who="alice", reason="a test")
+LOG = "django.contrib.admin.models.LogEntry.objects.create"
+
+
+def log() -> list[tuple[str, str]]:
+    from django.contrib.admin.models import LogEntry
+
+    return [(each.user.get_username(), each.change_message) for each in LogEntry.objects.all()]
+
+
+@pytest.fixture
+def audited(memory, app):
+    settle(memory, claim(memory, "order-1"))
+    make_user("alice")
+    return app
+
+
+@pytest.mark.parametrize(
+    ("who", "noted"),
+    [("alice", [("alice", "Forgotten. Reason: a test")]), ("", []), ("nobody here", [])],
+)
+def test_a_user_of_the_project_who_operates_in_code_is_in_the_log(audited, who, noted):
+    request = OperationRequest("forget", who=who, reason="a test")
+    assert operate_or_raise(audited, identity("order-1"), request)
+    assert log() == noted
+
+
+@pytest.mark.parametrize("error", [DatabaseError("down"), InterfaceError("closed"), RuntimeError()])
+def test_a_log_that_fails_changes_no_outcome(audited, memory, error, caplog):
+    with mock.patch(LOG, side_effect=error):
+        assert operate_or_raise(audited, identity("order-1"), ALICE)
+    assert memory.get(identity("order-1")) is None
+    assert "the admin's log lacks this operation" in caplog.text
+    assert "alice forgot" in caplog.text
+
+
+def test_a_log_that_fails_hides_no_silent_store(audited, memory):
+    """After two records without an answer the others are not tried, whatever the log says."""
+    seen = [memory.get(identity("order-1"))] * 5
+    silent = mock.patch.object(memory, "forget", side_effect=StoreUnavailable("no answer"))
+    with silent, mock.patch(LOG, side_effect=InterfaceError("the connection is closed")):
+        ended = list(operate_on_each(audited, ALICE, seen))
+    assert [outcome for _, outcome, _ in ended] == [Outcome.UNKNOWN] * 2
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), KeyboardInterrupt()])
+def test_what_may_have_been_done_is_in_the_log(audited, memory, error):
+    with mock.patch.object(memory, "forget", side_effect=error), pytest.raises(type(error)):
+        operate_or_raise(audited, identity("order-1"), ALICE)
+    assert log() == [("alice", "Forget: it may have been done. Reason: a test")]

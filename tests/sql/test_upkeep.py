@@ -1,7 +1,9 @@
-"""Prune, retention and tokens: rows go when they are over, and tokens grow on."""
+"""Prune, retention and tokens by the database's clock: rows go when they are over, and tokens grow on."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,3 +175,22 @@ def test_health_writes_and_remembers_the_first_use(store: DjangoStore):
     finally:
         execute(store.alias, f"ALTER DATABASE {name} RESET default_transaction_read_only")
         store.close()
+
+
+def test_in_a_transaction_time_goes_on(store: DjangoStore) -> None:
+    """PostgreSQL's own now() is when the transaction began: a task may take hours."""
+    record = claimed(store)
+    with store.transaction(record) as run:
+        begun = store.now_ms()
+        wait_for(lambda: store.now_ms() > begun + 5)
+        assert run.settle(verbs.end_of(record))
+    settled = store.get(KEY)
+    assert settled is not None
+    assert settled.updated_ms > begun + 5
+
+
+def test_the_time_zone_of_a_session_changes_nothing(use_database: Callable[..., str]) -> None:
+    zone = "SET time_zone = '+05:00'"
+    store = DjangoStore(use_database("mariadb", options={"init_command": zone}))
+    assert abs(store.now_ms() - time.time_ns() // 1_000_000) < 3_600_000
+    store.close()
