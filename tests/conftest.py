@@ -30,6 +30,7 @@ from tests.support.servers import (  # noqa: E402
     RabbitMQ,
     embedded_redis,
     open_rabbitmq,
+    own_prefix,
     shared_redis_url,
 )
 from tests.support.tiers import is_brief  # noqa: E402
@@ -92,12 +93,9 @@ def redis_client(redis_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def prefix(redis_client: redis.Redis) -> Iterator[str]:
     """A prefix for Redis keys that nobody else uses; its keys are deleted after the test."""
-    name = f"test-{uuid.uuid4().hex}"
-    yield name
-    counters.counts.clear()  # or it is written after this
-    keys = list(redis_client.scan_iter(match=f"{name}*", count=1000))
-    for start in range(0, len(keys), 500):
-        redis_client.delete(*keys[start : start + 500])
+    with own_prefix(redis_client) as name:
+        yield name
+        counters.counts.clear()  # or it is written after this
 
 
 @pytest.fixture

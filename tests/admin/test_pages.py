@@ -19,30 +19,18 @@ from celery_idempotent.celery.story import tell_story
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.http.answers import ResponseCodec
 from celery_idempotent.keys.rules import canonical
-from celery_idempotent.records import Identity, ReserveRequest, State, Stored
+from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, OPERATE, OVERVIEW, address, ask, confirm, keys, text
-from tests.support.admin import TASK, claim, identity, settle, value
+from tests.support.admin import TASK, claim, fill, identity, settle, value
 from tests.support.statements import statements
-from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
 
 
 @pytest.fixture
 def filled(store: Store) -> Store:
-    """One record of each kind."""
-    settle(store, claim(store, "done"), stored=value('"the <b>result</b>"'))
-    settle(store, claim(store, identity("done", scope="tenant-1")))
-    settle(store, claim(store, identity("elsewhere", namespace="shop.ship")))
-    settle(store, claim(store, "failed"), State.FAILED, error="Declined: no funds")
-    claim(store, "live")
-    claim(store, "stale", lease_ms=1)
-    lost = claim(store, "interrupted")
-    store.interrupt(lost.identity, token=lost.token)
-    about = identity("queued")
-    store.reserve(ReserveRequest(identity=about, task_id="t", deadline_ms=60_000, keep_ms=60_000))
-    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    fill(store)
     return store
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +22,7 @@ from celery_idempotent.stores import Store, open_store
 from tests.http.sites import Site, open_site
 from tests.support.debian import program
 from tests.support.preloaded import spawn
-from tests.support.servers import embedded_redis, need
+from tests.support.servers import embedded_redis, need, own_prefix
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
@@ -65,15 +65,11 @@ def chromium() -> str:
 @pytest.fixture(scope="module")
 def store(redis_url: str) -> Iterator[Store]:
     """A store with a prefix of its own, deleted in the end."""
-    prefix = f"test-{uuid.uuid4().hex}"
-    store = open_store(f"{redis_url}?prefix={prefix}")
-    yield store
-    store.close()
     client = redis.Redis.from_url(redis_url)
-    keys = list(client.scan_iter(match=f"{prefix}*", count=1000))
-    for start in range(0, len(keys), 500):
-        client.delete(*keys[start : start + 500])
-    client.close()
+    with closing(client), own_prefix(client) as prefix:
+        store = open_store(f"{redis_url}?prefix={prefix}")
+        yield store
+        store.close()
 
 
 @pytest.fixture(scope="module")

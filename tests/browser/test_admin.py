@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,50 +14,28 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import expect
 
-from celery_idempotent.records import ReserveRequest, State
+from celery_idempotent.records import State
 from celery_idempotent.stores import Store
 from tests.browser.conftest import look_at
-from tests.support.admin import TASK, claim, identity, settle, value
-from tests.support.waiting import wait_for
+from tests.support.admin import TASK, claim, fill, identity, settle
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
 OpenAs = Callable[..., "Page"]
 
-SHIP = "shop.ship"
-
 
 @pytest.fixture(scope="module", autouse=True)
-def records(store: Store) -> None:
+def records(store: Any) -> None:
     """One of each kind, with names that no other test uses."""
-    settle(store, claim(store, "done"), stored=value('{"paid": 4217}'))
-    settle(store, claim(store, identity("scoped", scope="tenant-1")))
-    settle(store, claim(store, identity("shipped", namespace=SHIP)))
-    settle(
-        store,
-        claim(store, "failed"),
-        State.FAILED,
-        value('{"exc_type":"ValueError","exc_message":["declined"],"exc_module":"builtins"}'),
-        "ValueError: declined",
-    )
-    claim(store, "live")
-    claim(store, "stale", lease_ms=1)
-    lost = claim(store, "lost")
-    store.interrupt(lost.identity, token=lost.token)
-    store.reserve(
-        ReserveRequest(
-            identity=identity("queued"), task_id="task-1", deadline_ms=600_000, keep_ms=600_000
-        )
-    )
-    store.count({(TASK, "claimed"): 5, (TASK, "replayed"): 3, (TASK, "conflicted"): 2})  # type: ignore[attr-defined]
-    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    fill(store)
+    store.count({(TASK, "claimed"): 5, (TASK, "replayed"): 3, (TASK, "conflicted"): 2})
 
 
 def show(page: Page, key: str, *, task: str = TASK) -> None:
     """Go where a search for a key leads, and follow the link to its record."""
     page.goto(f"/admin/celery_idempotent/idempotencyrecord/records/?task={task}&key={key}")
-    page.get_by_role("link", name=key, exact=True).click()
+    page.get_by_role("link", name=key, exact=True).first.click()
     expect(page.get_by_role("heading", name=key, exact=True)).to_be_visible()
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import BytesIO
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from celery import Celery
 from django.http import HttpResponse, JsonResponse
+from django.template.response import TemplateResponse
 from django.test import Client, RequestFactory, override_settings
 from django.urls import path
+from django.views import View
 
 from celery_idempotent import IdempotentTask, current_claim
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
 from celery_idempotent.django.http.responses import status
-from tests.http.kinds import kinds
 from tests.http.sites import new_key
 
 pytestmark = pytest.mark.usefixtures("django")
@@ -232,3 +234,79 @@ def test_enqueue_itself_refuses_what_nobody_has_looked_at(
     request = RequestFactory().generic("POST", "/", body, "text/plain", **more)
     with override_settings(**LIMITS):
         assert enqueue(request, task, scope="caller").status_code == status
+
+
+def kinds(guarded: Any, work: Callable[..., tuple[int, Any]]) -> dict[str, Any]:
+    """Return a view of each kind; ``work`` is given the request and what its URL says, and returns status and data."""
+    from rest_framework.decorators import (
+        api_view,
+        authentication_classes,
+        parser_classes,
+        permission_classes,
+    )
+    from rest_framework.parsers import FormParser, JSONParser, MultiPartParser
+    from rest_framework.response import Response
+    from rest_framework.views import APIView
+    from rest_framework.viewsets import ViewSet
+
+    def plain(request: Any, **url: Any) -> Any:
+        status, told = work(request, **url)
+        return JsonResponse(told, status=status)
+
+    async def coroutine(request: Any, **url: Any) -> Any:
+        status, told = await sync_to_async(work)(request, **url)
+        return JsonResponse(told, status=status)
+
+    def responding(request: Any, **url: Any) -> Any:
+        status, told = work(request, **url)
+        return Response(told, status=status)
+
+    def rendered_later(request: Any, **url: Any) -> Any:
+        status, told = work(request, **url)
+        template: Any = SimpleNamespace(render=lambda context, _: json.dumps(context))
+        return TemplateResponse(request, template, told, status=status)
+
+    class Handled(View):
+        @guarded
+        def post(self, request: Any, **url: Any) -> Any:
+            return plain(request, **url)
+
+    class AsyncHandled(View):
+        @guarded
+        async def post(self, request: Any, **url: Any) -> Any:
+            return await coroutine(request, **url)
+
+    class Rest(APIView):
+        authentication_classes = ()
+        permission_classes = ()
+
+        @guarded
+        def post(self, request: Any, **url: Any) -> Any:
+            return responding(request, **url)
+
+    class Things(ViewSet):
+        authentication_classes = ()
+        permission_classes = ()
+
+        @guarded
+        def create(self, request: Any, **url: Any) -> Any:
+            return responding(request, **url)
+
+    @api_view(["POST"])
+    @authentication_classes([])
+    @permission_classes([])
+    @parser_classes([FormParser, MultiPartParser, JSONParser])
+    @guarded
+    def rest_function(request: Any, **url: Any) -> Any:
+        return responding(request, **url)
+
+    return {
+        "plain": guarded(plain),
+        "coroutine": guarded(coroutine),
+        "template": guarded(rendered_later),
+        "handler": Handled.as_view(),
+        "async-handler": AsyncHandled.as_view(),
+        "rest": Rest.as_view(),
+        "rest-function": rest_function,
+        "view-set": Things.as_view({"post": "create"}),
+    }

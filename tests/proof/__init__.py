@@ -7,6 +7,7 @@ is named: ``python -m tests.proof model traces``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: In the order of the table. The shortest come first: what is broken shows early.
@@ -42,3 +43,13 @@ class Row:
 def say(line: str) -> None:
     """Tell how far it is."""
     sys.stderr.write(f"{line}\n")
+
+
+def show(table: Sequence[Sequence[object]]) -> None:
+    """Print a table, the first row its head, in the form of the docs."""
+    rows = [[str(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    for cells in rows:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        sys.stdout.write(f"| {' | '.join(padded)} |\n")

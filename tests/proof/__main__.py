@@ -14,7 +14,7 @@ from tests.support.paths import find_installed_first
 
 find_installed_first()
 
-from tests.proof import PARTS, Options, Row, say  # noqa: E402
+from tests.proof import PARTS, Options, Row, say, show  # noqa: E402
 
 _HEADS = ("proof", "what", "how many", "found", "seconds", "command")
 
@@ -45,15 +45,6 @@ def main() -> int:
     if not given.list:
         show(table)
     return 0 if held else 1
-
-
-def show(table: list[tuple[str, ...]]) -> None:
-    """Print a table in the form of the docs."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    table.insert(1, tuple("-" * width for width in widths))
-    for cells in table:
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        sys.stdout.write(f"| {' | '.join(padded)} |\n")
 
 
 if __name__ == "__main__":

@@ -813,8 +813,13 @@ class Explored:
     graph: Graph | None = None
 
 
-def explore(scope: Scope, most: int) -> Explored:
-    """Visit every world; stop at the first broken promise."""
+#: No scope is larger than that; a larger one would not be visited whole.
+MOST = 4_000_000
+
+
+@cache
+def explored(scope: Scope, most: int = MOST) -> Explored:
+    """Visit every world, once: the traces go by the same graph. Stop at the first broken promise."""
     model = Model(scope)
     first = canonical(model.start())
     worlds, seen = [first], {first: 0}
@@ -899,16 +904,6 @@ LARGE = (
     Scope(name="faults, two tasks", faults=FAULTS, most_faults=1),
     Scope(name="two faults", tasks="a", faults=FAULTS, most_faults=2),
 )
-
-
-#: No scope is larger than that; a larger one would not be visited whole.
-MOST = 4_000_000
-
-
-@cache
-def explored(scope: Scope, most: int = MOST) -> Explored:
-    """Explore a scope once: the traces go by the same graph."""
-    return explore(scope, most)
 
 
 def run(options: Options) -> list[Row]:

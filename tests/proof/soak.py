@@ -1,13 +1,8 @@
-"""A steady load: memory, connections, threads, bytes a key and p99 stay flat (``--full``: an hour).
-
-Shorter: ``python -m tests.proof.soak --minutes 10``.
-"""
+"""A steady load: memory, connections, threads, bytes a key and p99 stay flat (``--full``: an hour)."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -83,7 +78,7 @@ def rows(store: str, seed: int, minutes: float) -> Iterator[Row]:
             servers.close()
     for n, some in sorted(windows.items())[:-1]:
         series[P99].append((n * pause * 4, statistics.quantiles(some, n=100)[98]))
-    about = {"name": "soak", "command": f"python -m tests.proof.soak --minutes {minutes:g}"}
+    about = {"name": "soak", "command": "python -m tests.proof soak --full"}
     what, wrong = f"{store}, {minutes:g} minutes", [*checked.lost, *checked.doubled, *checked.wrong]
     found = f"{len(wrong)} lost, doubled or wrong"
     yield Row(what=what, how_many=f"{checked.calls} calls", found=found, held=not wrong, **about)
@@ -103,20 +98,3 @@ def rows(store: str, seed: int, minutes: float) -> Iterator[Row]:
 def run(options: Options) -> list[Row]:
     """Soak each store for half an hour; nothing without ``--full``."""
     return [row for store in STORES if options.full for row in rows(store, options.seed, 30)]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30, help="for each store")
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    held = True
-    for row in (row for store in STORES for row in rows(store, args.seed, args.minutes)):
-        end = "held" if row.held else "NOT HELD"
-        sys.stdout.write(f"| {row.what} | {row.how_many} | {row.found} | {end} |\n")
-        held &= row.held
-    return not held
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,6 @@ import logging
 import random
 import tempfile
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from tests.proof import Options, Row
 from tests.proof.model import KEY, Call, Graph
 from tests.proof.replay import Disagreement, Replay, Stand, graph_for
 from tests.stores.shifted import FixedLink, StandingStore
-from tests.support.servers import shared_redis_url
+from tests.support.servers import own_prefix, shared_redis_url
 
 T = TypeVar("T")
 
@@ -126,7 +125,6 @@ STORES = ("memory", "redis", "sqlite", "hybrid", "postgresql", "mariadb")
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[Stand]:
     """Open a store of the kind, empty, and remove it afterwards."""
-    prefix = f"proof-{uuid.uuid4().hex}"
     with contextlib.ExitStack() as stack:
         if name == "memory":
             clock = FakeClock()
@@ -135,9 +133,7 @@ def opened(name: str) -> Iterator[Stand]:
             url = stack.enter_context(shared_redis_url())
             client = redis.Redis.from_url(url)
             stack.callback(client.close)
-            stack.callback(
-                lambda: [client.delete(key) for key in client.scan_iter(f"{prefix}*", 1000)]
-            )
+            prefix = stack.enter_context(own_prefix(client))
             if name == "redis":
                 store: Any = StandingStore(url, prefix=prefix)
                 stack.callback(store.close)

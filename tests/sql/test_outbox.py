@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -26,10 +25,12 @@ from tests.sql.databases import KINDS, rows
 from tests.sql.outbox_support import Stage, ids, make_app, sent
 from tests.support.proxy import Proxy
 from tests.support.pydantic_tasks import make_pydantic_task
+from tests.support.threads import all_at_once
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
+from django.db import connections, transaction
 
 #: How a connection says that it waits for a lock no longer than this.
 LOCK_PATIENCE = {
@@ -169,26 +170,16 @@ class TestOnEveryDatabase:
         assert ids(stage.app) == staged
 
     def test_any_number_of_sweeps_send_every_message_once(self, stage: Stage):
-        from django.db import connections
-
         staged = stage.dies_after_commit(*range(60))
         stage.pass_time()
-        reports: list[Any] = []
         # This makes the broker's queue. Several threads at once might each make one, and lose a message in it.
         assert ids(stage.app) == []
 
-        def work() -> None:
-            try:
-                reports.append(stage.sweep())
-            finally:
-                connections[stage.alias].close()
+        def sweep(_: int) -> None:
+            with closing(connections[stage.alias]):
+                stage.sweep()
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert len(reports) == 4
+        all_at_once(4, sweep)
         # In a deadlock of two sweeps (MariaDB) one of them leaves the message to the next.
         stage.sweep()
         assert Counter(ids(stage.app)) == Counter(staged)
@@ -286,8 +277,6 @@ class TestSweeping:
     def test_it_leaves_what_is_locked_to_the_next(
         self, use_database: Callable[..., str], vendor: str, caplog: pytest.LogCaptureFixture
     ):
-        from django.db import connections
-
         alias = use_database(vendor, options=LOCK_PATIENCE[vendor])
         other = connections.create_connection(alias)
         with closing(make_app(alias)) as app:
@@ -490,8 +479,6 @@ class TestOnCommit:
     def test_what_fails_after_the_commit_is_logged_and_keeps_nothing_else_from_being_done(
         self, lite: Stage, caplog: pytest.LogCaptureFixture
     ):
-        from django.db import transaction
-
         note: Any = lite.app.tasks["note"]
         done: list[str] = []
 
@@ -532,8 +519,6 @@ class TestOnCommit:
     def test_everywhere_else_they_do_what_those_of_celery_do(
         self, lite: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from django.db import transaction
-
         waiting: list[Any] = []
         monkeypatch.setattr(transaction, "on_commit", waiting.append)
         note: Any = lite.app.tasks["note"]

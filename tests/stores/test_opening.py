@@ -7,7 +7,6 @@ import os
 import ssl
 import subprocess
 import sys
-import threading
 import weakref
 from typing import Any
 
@@ -20,6 +19,7 @@ from celery_idempotent import stores
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.support.threads import all_at_once
 
 NO_CERTIFICATE = {"ssl_cert_reqs": ssl.CERT_NONE}
 
@@ -210,13 +210,7 @@ class TestApps:
 
     def test_an_app_always_gets_the_same_store(self):
         app = new_app(idempotency_store="memory://")
-        found = []
-        threads = [threading.Thread(target=lambda: found.append(get_store(app))) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert {id(store) for store in found} == {id(get_store(app))}
+        assert set(all_at_once(8, lambda _: get_store(app))) == {get_store(app)}
 
     def test_a_proxy_stands_for_its_app(self):
         app = new_app(idempotency_store="memory://")

@@ -8,9 +8,17 @@ from typing import Any
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import Identity, Record, SettleRequest, State, Stored
+from celery_idempotent.records import (
+    Identity,
+    Record,
+    ReserveRequest,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores import Store
 from tests.support.records import claim_key
+from tests.support.waiting import wait_for
 
 TASK = "shop.charge"
 PERMISSIONS = (
@@ -79,6 +87,24 @@ def settle(
         error = error or "CardDeclined: Ada is out of money"
     end = SettleRequest(record, state, stored, keep_ms=3_600_000, error=error)
     assert store.settle(end)
+
+
+def fill(store: Store) -> None:
+    """Put a record of each kind into a store."""
+    settle(store, claim(store, "done"), stored=value('{"the <b>result</b>": 4217}'))
+    settle(store, claim(store, identity("done", scope="tenant-1")))
+    settle(store, claim(store, identity("elsewhere", namespace="shop.ship")))
+    declined = value('{"exc_type": "Declined", "exc_message": ["no funds"], "exc_module": "shop"}')
+    settle(store, claim(store, "failed"), State.FAILED, declined, "Declined: no funds")
+    claim(store, "live")
+    claim(store, "stale", lease_ms=1)
+    lost = claim(store, "interrupted")
+    store.interrupt(lost.identity, token=lost.token)
+    message = ReserveRequest(
+        identity=identity("queued"), task_id="t", deadline_ms=600_000, keep_ms=600_000
+    )
+    store.reserve(message)
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
 
 
 def make_user(name: str, permissions: Iterable[str] = (), *, password: str | None = None) -> Any:

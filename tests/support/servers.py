@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
+import redis
 from kombu import Connection
 
 from tests.support.paths import ROOT
@@ -37,6 +38,7 @@ __all__ = [
     "embedded_redis",
     "need",
     "open_rabbitmq",
+    "own_prefix",
     "shared_redis_url",
 ]
 
@@ -69,6 +71,18 @@ def shared_redis_url() -> Iterator[str]:
     else:
         with embedded_redis() as server:
             yield server.url(9)
+
+
+@contextlib.contextmanager
+def own_prefix(client: redis.Redis) -> Iterator[str]:
+    """Give a prefix for keys that nobody else uses, and delete those in the end."""
+    name = f"test-{uuid.uuid4().hex}"
+    try:
+        yield name
+    finally:
+        keys = list(client.scan_iter(match=f"{name}*", count=1000))
+        for start in range(0, len(keys), 500):
+            client.delete(*keys[start : start + 500])
 
 
 class EmbeddedRedis(embedded.EmbeddedRedis):

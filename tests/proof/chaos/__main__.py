@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.proof import Options, Row
+from tests.proof import Options, Row, show
 from tests.proof.chaos import plan as planning
 from tests.proof.chaos.arena import Arena
 from tests.proof.chaos.checker import Checker, missing
@@ -99,12 +99,6 @@ def say(*lines: str) -> None:
     for line in lines:
         sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def show(rows: Sequence[Sequence[object]]) -> None:
-    """Write a table, the first row its head."""
-    head, *body = [[str(each) for each in row] for row in rows]
-    say("", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)))
 
 
 def main() -> int:

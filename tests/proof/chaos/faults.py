@@ -129,15 +129,8 @@ def _ask_aside(server: Server, *command: object) -> None:
 
 def _load(arena: Arena, chance: float) -> None:
     server = arena.redis(chance)
-    _ask(
-        server,
-        "CONFIG",
-        "SET",
-        "key-load-delay",
-        500,
-        "loading-process-events-interval-bytes",
-        1024,
-    )
+    delay = "key-load-delay 500 loading-process-events-interval-bytes 1024"
+    _ask(server, "CONFIG", "SET", *delay.split())
     _ask_aside(server, "DEBUG", "RELOAD")
 
 
