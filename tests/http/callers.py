@@ -117,36 +117,31 @@ class Client:
         *,
         method: str = "POST",
         path: str = "/pay",
-        query: str = "",
-        content_type: str = "application/json",
         **headers: str,
     ) -> Answer:
-        given = {"Content-Type": content_type, "Content-Length": str(len(body)), **self.headers}
+        length = str(len(body))
+        given = {"Content-Type": "application/json", "Content-Length": length, **self.headers}
         if key is not None:
             given["Idempotency-Key"] = key
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
-        return self._ask(method, path, query, body, {k: v for k, v in given.items() if v})
+        return self._ask(method, path, body, {k: v for k, v in given.items() if v})
 
-    def _ask(
-        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
-    ) -> Answer:
+    def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         raise NotImplementedError
 
 
 class AsgiClient(Client):
-    def _ask(
-        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
-    ) -> Answer:
-        scope = self.scope(method, path, query, headers)
+    def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        scope = self.scope(method, path, headers)
         return asyncio.run(self.serve(scope, [body[:5], body[5:]]))
 
-    def scope(self, method: str, path: str, query: str, headers: dict[str, str]) -> dict[str, Any]:
+    def scope(self, method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
         return {
             "type": "http",
             "method": method,
             "path": path,
             "root_path": self.root,
-            "query_string": query.encode(),
+            "query_string": b"",
             "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in headers.items()],
             "extensions": {"http.response.trailers": {}, "http.response.pathsend": {}, "tls": {}},
         }
@@ -178,14 +173,12 @@ class AsgiClient(Client):
 
 
 class WsgiClient(Client):
-    def _ask(
-        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
-    ) -> Answer:
+    def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         environ: dict[str, Any] = {
             "REQUEST_METHOD": method,
             "SCRIPT_NAME": self.root.encode().decode("latin-1"),
             "PATH_INFO": path.removeprefix(self.root).encode().decode("latin-1"),
-            "QUERY_STRING": query,
+            "QUERY_STRING": "",
             "wsgi.input": BytesIO(body),
         }
         for name, value in headers.items():
@@ -223,11 +216,9 @@ class WsgiClient(Client):
 class DjangoClient(Client):
     """Calls a view, whose store is that of the app in Django's settings."""
 
-    def _ask(
-        self, method: str, path: str, query: str, body: bytes, headers: dict[str, str]
-    ) -> Answer:
+    def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         factory: Any = RequestFactory()
-        answer = self.app(factory.generic(method, f"{path}?{query}", body, headers=headers))
+        answer = self.app(factory.generic(method, path, body, headers=headers))
         named = [(name.lower(), value) for name, value in answer.items()]
         return Answer(answer.status_code, named, [answer.content])
 

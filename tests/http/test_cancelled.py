@@ -86,11 +86,11 @@ class Place:
 
         began = time.monotonic()
         with pytest.raises((asyncio.TimeoutError, TimeoutError, asyncio.CancelledError)):
-            await how(self.app, self.client.scope("POST", "/pay", "", self.headers), receive, send)
+            await how(self.app, self.client.scope("POST", "/pay", self.headers), receive, send)
         return time.monotonic() - began
 
     async def again(self) -> Any:
-        return await self.client.serve(self.client.scope("POST", "/pay", "", self.headers), [b""])
+        return await self.client.serve(self.client.scope("POST", "/pay", self.headers), [b""])
 
     async def shut_down(self) -> None:
         async def receive() -> Any:

@@ -190,7 +190,7 @@ def test_a_response_that_no_server_sends_is_an_error_and_frees_the_key(
 
 def test_asgi_refuses_two_keys_and_a_declared_size_over_the_limit_unread(shop: Shop) -> None:
     client, send = open_client("asgi", shop, max_request_bytes=10), AsyncMock()
-    scope = client.scope("POST", "/pay", "", {**client.headers, "Idempotency-Key": '"a'})
+    scope = client.scope("POST", "/pay", {**client.headers, "Idempotency-Key": '"a'})
     joined = {**scope, "headers": [*scope["headers"], (b"idempotency-key", b'b"')]}
     assert asyncio.run(client.serve(joined, [])).code == (400, "idempotency_key_invalid")
     large = [(b"idempotency-key", b"a"), *scope["headers"][:-1], (b"content-length", b"11")]
@@ -408,7 +408,7 @@ def test_more_requests_than_threads_wait_for_one() -> None:
 
 def test_half_a_body_without_a_length_reaches_no_application(shop: Shop) -> None:
     client, key = open_client("asgi", shop), new_key()
-    scope = client.scope("POST", "/pay", "", {**client.headers, "Idempotency-Key": key})
+    scope = client.scope("POST", "/pay", {**client.headers, "Idempotency-Key": key})
     answer = asyncio.run(client.serve(scope, [b"half"], ends=False))
     assert answer.code == (400, "body_incomplete")
     assert shop.runs == []
@@ -417,14 +417,14 @@ def test_half_a_body_without_a_length_reaches_no_application(shop: Shop) -> None
 @pytest.mark.parametrize(("last", "status"), [(b"", 201), (b"y", 413)])
 def test_a_body_in_chunks_is_read_beyond_its_limit(shop: Shop, last: bytes, status: int) -> None:
     client = open_client("asgi", shop, max_request_bytes=10)
-    scope = client.scope("POST", "/pay", "", {**client.headers, "Idempotency-Key": new_key()})
+    scope = client.scope("POST", "/pay", {**client.headers, "Idempotency-Key": new_key()})
     assert asyncio.run(client.serve(scope, [b"x" * 10, last])).status == status
     assert [call.body for call in shop.runs] == [b"x" * 10] * (status == 201)
 
 
 async def burst(client: AsgiClient, keys: list[str]) -> list[Answer]:
     headers = [{**client.headers, "Idempotency-Key": key} for key in keys]
-    scopes = [client.scope("POST", "/pay", "", each) for each in headers]
+    scopes = [client.scope("POST", "/pay", each) for each in headers]
     return await asyncio.gather(*(client.serve(scope, [b""]) for scope in scopes))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -42,3 +43,25 @@ def cluster_nodes(servers_directory: pathlib.Path) -> Iterator[list[Server]]:
 def cluster_url(cluster_nodes: list[Server]) -> str:
     hosts = ",".join(f"127.0.0.1:{node.port}" for node in cluster_nodes)
     return f"redis+cluster://{hosts}"
+
+
+@pytest.fixture(scope="session")
+def server(servers_directory: pathlib.Path) -> Iterator[Server]:
+    """A Redis of our own, whose user ``u`` has the rights that a test gives."""
+    with running(redis_binary(), servers_directory) as server:
+        yield server
+
+
+@pytest.fixture
+def store_with(server: Server) -> Iterator[Callable[..., RedisStore]]:
+    """A function that gives a store whose user has these rules, and no other."""
+    with contextlib.ExitStack() as stack:
+
+        def store_with(*rules: str) -> RedisStore:
+            server.client.execute_command("ACL", "SETUSER", "u", "reset", "on", ">pw", *rules)
+            store = RedisStore(f"redis://u:pw@127.0.0.1:{server.port}/0")
+            stack.callback(store.close)
+            return store
+
+        yield store_with
+    server.client.flushall()

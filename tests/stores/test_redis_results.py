@@ -216,37 +216,20 @@ class TestSettlingWithAResult:
 
 @pytest.mark.redis
 class TestRightsThatAreMissing:
-    @pytest.fixture
-    def restricted(self, private_redis: EmbeddedRedis) -> Iterator[Callable[[str], RedisStore]]:
-        """Give a store whose user lacks something."""
-        url = private_redis.url()
-        client = redis.Redis.from_url(url)
-        stores: list[RedisStore] = []
+    ALL = ("~*", "&*", "+@all")
 
-        def restricted(*rules: str) -> RedisStore:
-            client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all", *rules)
-            stores.append(RedisStore(url.replace("redis://", "redis://u:p@")))
-            return stores[0]
-
-        yield restricted
-        for store in stores:
-            store.close()
-        client.execute_command("ACL", "DELUSER", "u")
-        client.close()
-
-    def test_the_record_has_its_end_and_the_backend_the_result(self, restricted, private_redis):
-        store = restricted("-publish")
+    def test_the_record_has_its_end_and_the_backend_the_result(self, store_with, server):
+        store = store_with(*self.ALL, "-publish")
         record = claim(store)
         assert settle(store, record, "n", meta("SUCCESS")) == "settled"
         assert state_of(store) is State.COMPLETED
-        with redis.Redis.from_url(private_redis.url()) as client:
-            # Where a success is, the backend would publish nothing.
-            assert client.get("n") is None
+        # Where a success is, the backend would publish nothing.
+        assert server.client.get("n") is None
 
     def test_a_server_that_refuses_the_script_is_not_asked_again(
-        self, restricted, caplog: pytest.LogCaptureFixture
+        self, store_with, caplog: pytest.LogCaptureFixture
     ):
-        store = restricted("resetkeys", "~idem:*")
+        store = store_with("~idem:*", "&*", "+@all")
         first = claim(store)
         assert settle(store, first, "n", meta("SUCCESS")) == "settled"
         assert state_of(store) is State.COMPLETED
@@ -259,14 +242,13 @@ class TestRightsThatAreMissing:
         assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
         assert not caplog.text
 
-    def test_what_the_settle_itself_is_refused_is_raised(self, restricted, private_redis):
-        store = restricted()
+    def test_what_the_settle_itself_is_refused_is_raised(self, store_with, server):
+        store = store_with(*self.ALL)
         record = claim(store)
-        with redis.Redis.from_url(private_redis.url()) as client:
-            client.execute_command("ACL", "SETUSER", "u", "-evalsha")
-            with pytest.raises(StoreMisconfigured):
-                settle(store, record, "n", meta("SUCCESS"))
-            client.execute_command("ACL", "SETUSER", "u", "+evalsha")
+        server.client.execute_command("ACL", "SETUSER", "u", "-evalsha")
+        with pytest.raises(StoreMisconfigured):
+            settle(store, record, "n", meta("SUCCESS"))
+        server.client.execute_command("ACL", "SETUSER", "u", "+evalsha")
         # A login or a right that was missing for a while is no reason to give up.
         assert settle(store, record, "n", meta("SUCCESS")) == "stored"
 

@@ -10,7 +10,6 @@ from celery_idempotent.celery.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.redis.store import RedisStore
-from tests.stores.servers import Server, redis_binary, running
 from tests.stores.verbs import LIVES, claim
 from tests.support.admin import make_app
 
@@ -23,29 +22,9 @@ RIGHTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
-    with running(redis_binary(), tmp_path_factory.mktemp("rights")) as server:
-        yield server
-
-
-@pytest.fixture
-def store_with(server: Server):
-    """Return a store whose user has only these commands."""
-    made = []
-
-    def store_with(*rights: str) -> RedisStore:
-        server.client.execute_command(
-            *("ACL", "SETUSER", "idem", "reset", "on", ">pw", "~idem:*"),
-            *(f"+{right}" for right in rights),
-        )
-        made.append(RedisStore(f"redis://idem:pw@127.0.0.1:{server.port}/0"))
-        return made[-1]
-
-    yield store_with
-    for store in made:
-        store.close()
-    server.client.flushall()
+def only(*rights: str) -> tuple[str, ...]:
+    """Return the rules of a user who has these commands, for keys of the usual prefix."""
+    return "~idem:*", *(f"+{right}" for right in rights)
 
 
 @pytest.mark.parametrize("missing", ["none", *RIGHTS])
@@ -54,7 +33,7 @@ def test_without_a_right_a_record_is_whole_or_absent(store_with, server, missing
     rights = [right for right in RIGHTS if right != missing]
     if missing == "evalsha":  # the first of the two is enough to be refused
         rights.remove("eval")
-    store, refused = store_with(*rights), 0
+    store, refused = store_with(*only(*rights)), 0
     for life, live in LIVES.items():
         key = Identity(namespace="charge", key=life)
         try:
@@ -81,20 +60,22 @@ def test_without_a_right_a_record_is_whole_or_absent(store_with, server, missing
 def test_a_check_names_the_missing_right(store_with, server, missing):
     with contextlib.closing(RedisStore(server.url)) as admin:
         claim(admin, Identity(namespace="charge", key="order-17"))
-    store = store_with(*(right for right in RIGHTS if right != missing))
+    store = store_with(*only(*(right for right in RIGHTS if right != missing)))
     (finding,) = (each for each in check_store(make_app(store)) if each.id == "E006")
     assert f"refuses its user {missing.upper()}" in finding.problem
 
 
 def test_a_check_names_keys_that_the_user_may_not_write(store_with, server):
-    store_with(*RIGHTS)
-    other = RedisStore(f"redis://idem:pw@127.0.0.1:{server.port}/0?prefix=other")
+    store_with(*only(*RIGHTS))
+    other = RedisStore(f"redis://u:pw@127.0.0.1:{server.port}/0?prefix=other")
     (finding,) = (each for each in check_store(make_app(other)) if each.id == "E006")
-    assert "idem:pw" not in finding.problem
+    assert "u:pw" not in finding.problem
     other.close()
 
 
 def test_a_user_with_all_rights_has_no_finding(store_with):
     assert not [
-        each for each in check_store(make_app(store_with(*RIGHTS, "info"))) if each.id == "E006"
+        each
+        for each in check_store(make_app(store_with(*only(*RIGHTS, "info"))))
+        if each.id == "E006"
     ]
