@@ -1,4 +1,4 @@
-"""One API behind five doors: ``python -m tests.http.frameworks DOOR PORT_FILE``.
+"""One API behind five doors: ``python -m tests.http.frameworks DOOR PORT_FILE``; ``site`` is the site under ASGI.
 
 Each run is noted in a file ``runs-KEY``. ``held`` and the work ``later`` go on when there is a file ``go-KEY``.
 """
@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,61 @@ from typing import Any
 from celery_idempotent import current_claim
 from celery_idempotent.http.middleware import bearer_scope
 from celery_idempotent.http.requests import read_header
-from tests.http import servers
+
+Load = Callable[[], Any]
+
+
+def tell(port: int) -> None:
+    """Write the port to the file that the command line ends with."""
+    draft = Path(sys.argv[-1]).with_suffix(".draft")
+    draft.write_text(str(port))
+    draft.rename(sys.argv[-1])
+
+
+def listening() -> socket.socket:
+    found = socket.create_server(("127.0.0.1", 0), backlog=128)
+    tell(found.getsockname()[1])
+    return found
+
+
+def gunicorn(load: Load, *, threads: int = 16) -> None:
+    """Serve by a server that decodes chunked bodies."""
+    from gunicorn.app.base import BaseApplication
+
+    class Site(BaseApplication):  # type: ignore[misc]  # gunicorn has no types
+        def load_config(self) -> None:
+            given: dict[str, Any] = {"bind": "127.0.0.1:0", "threads": threads}
+            given |= {"timeout": int(os.environ.get("WORKER_TIMEOUT", "30"))}
+            given["when_ready"] = lambda arbiter: tell(arbiter.LISTENERS[0].sock.getsockname()[1])
+            if "control_socket_disable" in self.cfg.settings:  # from 25 on
+                given["control_socket_disable"] = True
+            for name, value in given.items():
+                self.cfg.set(name, value)
+
+        def load(self) -> Any:
+            return load()
+
+    Site().run()
+
+
+def uvicorn(load: Load) -> None:
+    import uvicorn
+
+    root = os.environ.get("SCRIPT_NAME", "")  # which gunicorn reads, too
+    config = uvicorn.Config(load(), lifespan="off", log_level="info", root_path=root)
+    uvicorn.Server(config).run([listening()])
+
+
+def hypercorn(load: Load) -> None:
+    """Serve by a server that cancels the request of a client that hangs up."""
+    from hypercorn.asyncio import serve
+    from hypercorn.config import Config
+
+    config, app = Config(), load()
+    found = listening()
+    config.bind = [f"fd://{found.fileno()}"]
+    asyncio.run(serve(app, config))
+
 
 __all__ = ["DOORS", "PIECES", "urlpatterns"]
 
@@ -243,11 +298,14 @@ def flask() -> Any:
 
 if __name__ == "__main__":
     threads = int(os.environ.get("THREADS", "16"))
+    from django.core.asgi import get_asgi_application
+
     serve = {
-        "django-wsgi": partial(servers.gunicorn, django_wsgi, threads=threads),
-        "django-asgi": partial(servers.uvicorn, django_asgi),
-        "fastapi": partial(servers.uvicorn, fastapi),
-        "starlette": partial(servers.hypercorn, starlette),
-        "flask": partial(servers.gunicorn, flask, threads=threads),
+        "site": partial(uvicorn, get_asgi_application),
+        "django-wsgi": partial(gunicorn, django_wsgi, threads=threads),
+        "django-asgi": partial(uvicorn, django_asgi),
+        "fastapi": partial(uvicorn, fastapi),
+        "starlette": partial(hypercorn, starlette),
+        "flask": partial(gunicorn, flask, threads=threads),
     }
     serve[sys.argv[1]]()

@@ -151,7 +151,9 @@ def test_an_answer_of_5xx_rolls_the_payment_back(bank: Bank) -> None:
 
 
 def test_a_coroutine_is_part_of_the_transaction_too(bank: Bank) -> None:
-    asgi = Web([sys.executable, "-m", "tests.http.servers"], bank.directory, bank.env, "asgi")
+    asgi = Web(
+        [sys.executable, "-m", "tests.http.frameworks", "site"], bank.directory, bank.env, "asgi"
+    )
     bank.children.append(asgi)
     asgi.start()
     for status, kept in ((201, 1), (500, 0)):

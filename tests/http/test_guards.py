@@ -125,17 +125,6 @@ def test_what_an_operator_failed_is_told_as_that(pay: Any) -> None:
     assert pay.runs == []
 
 
-def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request(
-    pay: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its files are read by then, and its user may have changed."""
-    monkeypatch.setattr("celery_idempotent.http.guard.execute", lambda _, body: (body(), body())[1])
-    status, problem = pay(new_key())
-    assert (status, problem["code"]) == (503, "rolled_back")
-    assert problem["detail"].startswith("The database rolled it back")
-    assert pay.runs == [1]
-
-
 # Tenants -------------------------------------------------------------------------------------------------------------
 
 

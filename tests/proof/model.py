@@ -476,10 +476,14 @@ Worker = tuple[str, int, str, int, int, str]
 IDLE: Worker = ("idle", 0, "", 0, 0, "")
 
 
-class World(NamedTuple):
-    """Keys, each as the number of its record, its token, and what is noted; the larger tokens; workers; a replica."""
+#: The number of its record, its token, and what is noted.
+Key = tuple[int, int, Noted]
 
-    keys: tuple[tuple[int, int, Noted], ...]
+
+class World(NamedTuple):
+    """Keys; the larger tokens; workers; a replica."""
+
+    keys: tuple[Key, ...]
     #: The largest token as the store knows it, and of all that were given out.
     highest: int
     top: int
@@ -523,16 +527,9 @@ class Model:
         return World(keys, 0, 0, 0, (IDLE,) * self.scope.workers, replica, self.scope.most_faults)
 
     def _answer(
-        self,
-        number: int,
-        token: int,
-        g: Noted,
-        highest: int,
-        top: int,
-        behind: bool,
-        call: Call,
-        owner: int,
-    ) -> tuple[str, int, int, Noted, int]:
+        self, key: Key, highest: int, top: int, behind: bool, call: Call, owner: int
+    ) -> tuple[str, Key, int]:
+        number, token, g = key
         store = TableStore()
         before = store.stored = stored_of(number, token) if number else None
         store.highest, store.now_us = highest if behind else top, 0 if behind else _CLOCK_US
@@ -554,24 +551,18 @@ class Model:
             own = before.record.token if before else call.token
             call = call._replace(token=(call.token > own) - (call.token < own))
         self.graph.setdefault(number, {})[call] = after
-        return (
-            word,
-            after,
-            token,
-            g._replace(holder=0),
-            max(token, store.highest if behind else highest),
-        )
+        highest = max(token, store.highest if behind else highest)
+        return word, (after, token, g._replace(holder=0)), highest
 
     def ask(self, world: World, k: int, call: Call, owner: int = 0) -> tuple[str, World]:
-        number, token, g = world.keys[k]
         behind = world.behind > 0
         try:
-            word, number, token, g, highest = self.answer(
-                number, token, g, world.highest, world.top, behind, call, owner
+            word, key, highest = self.answer(
+                world.keys[k], world.highest, world.top, behind, call, owner
             )
         except Broken as broken:
             raise Broken(f"{broken}: {call.verb} {call.task} {call.how}") from None
-        keys = (*world.keys[:k], (number, token, g), *world.keys[k + 1 :])
+        keys = (*world.keys[:k], key, *world.keys[k + 1 :])
         return word, world._replace(keys=keys, highest=highest, top=max(world.top, highest))
 
     # -- what may happen --
@@ -739,17 +730,21 @@ class Model:
         return found
 
     def _tick(self, world: World) -> World:
-        keys = tuple(self.ticked(*key, TICK) for key in world.keys)
-        replica = world.replica and (
-            tuple(self.ticked(*key, TICK) for key in world.replica[0]),
-            world.replica[1],
-        )
-        return world._replace(keys=keys, replica=replica, behind=max(world.behind - 1, 0))
+        return self._passed(world, TICK)._replace(behind=max(world.behind - 1, 0))
 
-    def _ticked(self, number: int, token: int, g: Noted, ms: int) -> tuple[int, int, Noted]:
+    def _passed(self, world: World, ms: int) -> World:
+        keys = tuple(self.ticked(key, ms) for key in world.keys)
+        if world.replica is None:
+            return world._replace(keys=keys)
+        copies, highest = world.replica
+        copied = tuple(self.ticked(key, ms) for key in copies)
+        return world._replace(keys=keys, replica=(copied, highest))
+
+    def _ticked(self, key: Key, ms: int) -> Key:
         """Let time pass by the store's clock; less than 0: it is set back."""
+        number, token, g = key
         if not number:
-            return number, token, g
+            return key
         stored = stored_of(number, token)
         until = max(g.until - ms, -self.back) if g.runs or g.waits else 0
         g = g._replace(until=until, done=g.done and g.done - ms)
@@ -775,11 +770,7 @@ class Model:
                 keys, highest = world.replica
                 yield fault, world._replace(keys=keys, highest=highest, faults=left)
             elif fault == "step back" and not world.behind:
-                keys = tuple(self.ticked(*key, -2 * TICK) for key in world.keys)
-                replica = world.replica and (
-                    tuple(self.ticked(*key, -2 * TICK) for key in world.replica[0]), world.replica[1]
-                )  # fmt: skip
-                yield fault, world._replace(keys=keys, replica=replica, behind=2, faults=left)
+                yield fault, self._passed(world, -2 * TICK)._replace(behind=2, faults=left)
 
 
 def canonical(world: World) -> World:

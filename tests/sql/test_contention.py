@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -114,6 +116,12 @@ def lost(here: Place) -> None:
     databases.end_sessions(here.alias, own_only=True)
 
 
+def idle(here: Place) -> None:
+    """PostgreSQL says that its time limit is over in the next statement, which is that of the settle."""
+    execute(here.alias, "SET idle_in_transaction_session_timeout = 50")
+    time.sleep(0.5)  # the time limit is the server's
+
+
 def lost_and_noticed(here: Place) -> None:
     lost(here)
     here.seats(here.alias)
@@ -125,6 +133,7 @@ def lost_and_noticed(here: Place) -> None:
         ("postgresql serializable", "before the settle", Place.in_between),
         ("postgresql serializable", "before the commit", Place.in_between),
         ("postgresql repeatable read", "in the body", swept),
+        ("postgresql", "in the body", idle),
         *((each, "in the body", lost) for each in ("postgresql", "mariadb")),
         *((each, "in the body", lost_and_noticed) for each in ("postgresql", "mariadb")),
     ],
@@ -221,6 +230,8 @@ def test_a_view_does_not_run_again_with_a_request_that_it_has_read(place: Callab
     view_app.conf.idempotency_store = here.store
     first = ask()
     assert (first.status_code, first["Retry-After"]) == (503, "1")
+    assert json.loads(first.content)["code"] == "rolled_back"
+    assert json.loads(first.content)["detail"].startswith("The database rolled it back")
     assert here.names() == ["first", "theirs"]
     assert ask().content == b"bought"
     assert here.names() == ["first", "seat 5", "theirs"]

@@ -25,7 +25,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores import open_store
 from tests.sql import databases
 from tests.sql.verbs import KEY, VALUE, claim, end_of
-from tests.stores.verbs import reserve
 
 pytestmark = pytest.mark.redis
 
@@ -84,21 +83,6 @@ def no_query(queries: list[str]) -> Iterator[None]:
 def ask(store: Any) -> Any:
     """Ask for the key, each time for another task."""
     return claim(store, fingerprint=FINGERPRINT, task_id=str(uuid.uuid4()))
-
-
-@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
-def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
-    assert store.settle(end_of(ask(store).record, state=state))
-    assert queries
-    for _ in range(3):
-        with no_query(queries):
-            answer = ask(store)
-        assert isinstance(answer, Settled)
-        assert (answer.record.state, answer.record.value) == (state, VALUE)
-    with no_query(queries):
-        answer = reserve(store, fingerprint=FINGERPRINT)
-    assert isinstance(answer, Settled)
-    assert answer.record == store.get(KEY)
 
 
 def test_the_message_that_a_failure_keeps_is_not_in_its_copy(store):

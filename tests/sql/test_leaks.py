@@ -128,12 +128,10 @@ def compare(first: dict[str, Any], last: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vendor", ["postgresql", "sqlite"])
-def test_atomic_runs_leave_nothing_behind(open_press, use_database, vendor):
+def test_atomic_runs_leave_nothing_behind(open_press, use_database, make_table, vendor):
     """Committed, rolled back, retried, answered again, with a message in the outbox."""
     alias = use_database(vendor)
-    databases.execute(alias, "DROP TABLE IF EXISTS effects")
-    databases.execute(alias, "DROP TABLE IF EXISTS effects")
-    databases.execute(alias, "CREATE TABLE effects (name varchar(200))")
+    make_table(alias, "effects", "name varchar(200)")
     from django.db import connections
 
     database = dict(connections.databases[alias])

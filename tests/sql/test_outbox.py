@@ -394,6 +394,27 @@ class TestPublishOnce:
         assert ids(lite.app) == ["mine"]
 
 
+CANVAS = r"A canvas \(.*cannot be staged"
+#: Tasks, or canvases of more than one message, with arguments and options.
+REFUSED: dict[str, tuple[Callable[[Any, Any], tuple[Any, ...]], dict[str, Any], str]] = {
+    "large": (lambda *_: ("free", ("x" * 2**20,)), {}, "as json, and 1,048,576 are allowed"),
+    "unserializable": (lambda *_: ("free", ({1},)), {}, "cannot be written as json"),
+    "unaccepted": (lambda *_: ("free", (1,)), {"serializer": "pickle"}, "does not accept"),
+    "connection": (lambda *_: ("free", (1,)), {"producer": object()}, "with producer"),
+    "object": (lambda *_: ("free", (1,)), {"queue": object()}, "cannot be written"),
+    "group": (lambda note, _: (group(note.si(1), note.si(2)),), {}, CANVAS),
+    "chord": (lambda note, plain: (chord([note.si(1)], plain.si(2)),), {}, CANVAS),
+    "led by a group": (
+        lambda note, _: (chain(group(note.si(1), note.si(2)), note.si(3)),),
+        {},
+        CANVAS,
+    ),
+    "led by a plain task": (lambda note, plain: (chain(plain.si(1), note.si(2)),), {}, CANVAS),
+    "map": (lambda note, _: (note.map([1, 2]),), {}, CANVAS),
+    "chunks": (lambda note, _: (note.chunks([(1,), (2,)], 1),), {}, CANVAS),
+}
+
+
 class TestRefusals:
     def test_outside_of_a_transaction(self, lite: Stage):
         with pytest.raises(IdempotencyError, match="outside of a transaction"):
@@ -409,41 +430,14 @@ class TestRefusals:
         with pytest.raises(StoreMisconfigured, match=message), lite.atomic():
             elsewhere.add("note", (1,))
 
-    @pytest.mark.parametrize(
-        ("args", "options", "message"),
-        [
-            (("x" * 2**20,), {}, "bytes as json, and 1,048,576 are allowed"),
-            (({1},), {}, "cannot be written as json"),
-            ((1,), {"serializer": "pickle"}, "does not accept"),
-            ((1,), {"producer": object()}, "with producer"),
-            ((1,), {"queue": object()}, "cannot be written"),
-        ],
-        ids=["large", "unserializable", "unaccepted", "connection", "object"],
-    )
-    def test_calls_that_cannot_be_kept(
-        self, lite: Stage, args: Any, options: dict[str, Any], message: str
-    ):
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_calls_that_cannot_be_kept(self, lite: Stage, case: str):
+        tasks = lite.app.tasks
+        make, options, message = REFUSED[case]
         with lite.atomic():
             with pytest.raises(IdempotencyError, match=message) as caught:
-                lite.add("free", args, **options)
+                lite.add(*make(tasks["note"], tasks["plain"]), **options)
             assert "xxx" not in str(caught.value)
-        assert lite.pending() == []
-
-    @pytest.mark.parametrize(
-        "shape", ["group", "chord", "led by a group", "led by a plain task", "map", "chunks"]
-    )
-    def test_a_canvas_of_more_than_one_message(self, lite: Stage, shape: str):
-        note, plain = lite.app.tasks["note"], lite.app.tasks["plain"]
-        canvas: Any = {
-            "group": group(note.si(1), note.si(2)),
-            "chord": chord([note.si(1)], plain.si(2)),
-            "led by a group": chain(group(note.si(1), note.si(2)), note.si(3)),
-            "led by a plain task": chain(plain.si(1), note.si(2)),
-            "map": note.map([1, 2]),
-            "chunks": note.chunks([(1,), (2,)], 1),
-        }[shape]
-        with lite.atomic(), pytest.raises(IdempotencyError, match=r"A canvas \(.*cannot be staged"):
-            lite.add(canvas)
         assert (lite.pending(), ids(lite.app)) == ([], [])
 
 
