@@ -32,29 +32,11 @@ class Till:
     """One database, one broker, and workers that write to the first what they are told by the second."""
 
     def __init__(
-        self,
-        *,
-        start_worker: Callable[..., Worker],
-        ledger: Ledger,
-        alias: str,
-        broker: str,
-        queue: str,
-        backend: str,
-        prefix: str,
+        self, start_worker: Callable[..., Worker], ledger: Ledger, alias: str, conf: dict[str, Any]
     ) -> None:
-        self.ledger = ledger
-        self.alias = alias
-        self.queue = queue
+        self.ledger, self.alias, self.conf = ledger, alias, conf
+        self.queue: str = conf["task_default_queue"]
         self._start_worker = start_worker
-        self.conf: dict[str, Any] = {
-            "broker_url": broker,
-            "result_backend": backend,
-            "result_backend_transport_options": {"global_keyprefix": prefix},
-            "idempotency_store": "django://",
-            "idempotency_lease": 5,
-            "idempotency_max_crashes": 100,
-            "task_default_queue": queue,
-        }
         self.client = Celery("till", set_as_current=False)
         self.client.conf.update(self.conf)
         self.store = DjangoStore(alias)
@@ -164,15 +146,16 @@ def till(
         alias = use_database(vendor)
         make_table(alias, "effects", "name varchar(200), token bigint")
         make_table(alias, "accounts", "name varchar(200) PRIMARY KEY, balance bigint")
-        till = Till(
-            start_worker=start_worker,
-            ledger=ledger,
-            alias=alias,
-            broker=rabbitmq_url,
-            queue=rabbitmq_queue,
-            backend=redis_url,
-            prefix=prefix,
-        )
+        conf = {
+            "broker_url": rabbitmq_url,
+            "result_backend": redis_url,
+            "result_backend_transport_options": {"global_keyprefix": prefix},
+            "idempotency_store": "django://",
+            "idempotency_lease": 5,
+            "idempotency_max_crashes": 100,
+            "task_default_queue": rabbitmq_queue,
+        }
+        till = Till(start_worker, ledger, alias, conf)
         made.append(till)
         return till
 

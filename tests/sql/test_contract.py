@@ -60,20 +60,13 @@ class TestMariaDB(SQLContract):
 
 
 @pytest.mark.wide
-class TestPostgreSQLRepeatableRead(AtOnce):
-    vendor, level = "postgresql", "repeatable read"
-
-
-@pytest.mark.wide
-class TestPostgreSQLSerializable(AtOnce):
-    vendor, level = "postgresql", "serializable"
-
-
-@pytest.mark.wide
-class TestMariaDBRepeatableRead(AtOnce):
-    vendor, level = "mariadb", "repeatable read"
-
-
-@pytest.mark.wide
-class TestMariaDBSerializable(AtOnce):
-    vendor, level = "mariadb", "serializable"
+class TestOtherLevels(AtOnce):
+    @pytest.fixture(
+        params=[
+            f"{vendor} {level}"
+            for vendor in ("postgresql", "mariadb")
+            for level in ("repeatable read", "serializable")
+        ]
+    )
+    def store(self, request: pytest.FixtureRequest, open_store: Callable[..., Store]) -> Store:
+        return open_store(*request.param.split(" ", 1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.checks import check_settings
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from tests.support.workers import child_environment
+from tests.support.programs import run
 
 pytest.importorskip("django")
 
@@ -149,15 +147,7 @@ assert set(sys.modules) == before
     ],
 )
 def test_a_store_imports_its_database_when_it_is_made_and_not_with_its_first_verb(engine: str):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(engine=engine)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run("-c", PROGRAM.format(engine=engine))
 
 
 OURS, OTHER = "celery_idempotent.django", "shop"
@@ -263,17 +253,6 @@ assert isinstance(ask(), Held)
 """
 
 
-def start(settings: dict[str, Any], *, both: bool) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SITE, json.dumps([settings, both])],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 @pytest.fixture
 def tenant_database(sql_databases: Callable[..., Any], tmp_path: Path) -> Iterator[dict[str, Any]]:
     """A database without tables on PostgreSQL."""
@@ -284,10 +263,10 @@ def tenant_database(sql_databases: Callable[..., Any], tmp_path: Path) -> Iterat
 
 
 def test_every_tenant_and_every_connection_sees_one_set_of_records(tenant_database: dict[str, Any]):
-    done = start(tenant_database, both=False)
-    assert done.returncode == 0, done.stderr
+    run("-W", "ignore", "-c", SITE, json.dumps([tenant_database, False]), timeout=120)
 
 
 def test_a_project_with_tables_in_both_does_not_start(tenant_database: dict[str, Any]):
-    done = start(tenant_database, both=True)
+    both = json.dumps([tenant_database, True])
+    done = run("-W", "ignore", "-c", SITE, both, timeout=120, code=1)
     assert "SHARED_APPS and not in TENANT_APPS" in done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import ssl
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -19,6 +16,7 @@ from celery_idempotent import stores
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.support.programs import run
 from tests.support.threads import all_at_once
 
 NO_CERTIFICATE = {"ssl_cert_reqs": ssl.CERT_NONE}
@@ -101,8 +99,7 @@ class TestURLs:
             "import sys; import celery_idempotent.stores as s; s.open_store('memory://');"
             "sys.exit('redis' in sys.modules or 'celery' in sys.modules)"
         )
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        subprocess.run([sys.executable, "-c", code], check=True, env=env)
+        run("-c", code)
 
 
 class TestApps:
