@@ -23,7 +23,7 @@ from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, OPERATE, OVERVIEW, address, ask, confirm, keys, text
 from tests.support.admin import TASK, claim, fill, identity, settle, value
-from tests.support.statements import statements
+from tests.support.weight import statements
 
 Serve = Callable[..., Any]
 

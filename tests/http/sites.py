@@ -225,9 +225,7 @@ def open_site(
     """Start a site; its web server reaches Redis through a proxy, its worker does not."""
     mood_file = directory / "mood"
     common = {
-        "DATABASE_PATH": str(
-            directory / "db.sqlite3"
-        ),  # also tells the views of tests where to count
+        "DATABASE_PATH": str(directory / "db.sqlite3"),
         "DJANGO_SETTINGS_MODULE": settings,
         "DJANGO_ALLOWED_HOSTS": "127.0.0.1",
         "BANK_SECONDS": "0",

@@ -25,8 +25,7 @@ from tests.sql import databases
 from tests.stores.shifted import CountingLink
 from tests.support.admin import TASK, claim, identity, make_app, settle
 from tests.support.paths import ROOT
-from tests.support.statements import statements
-from tests.support.weight import calls
+from tests.support.weight import calls, statements
 
 #: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
 #: Five of the first request look for headers that no server sends, before its key is settled.

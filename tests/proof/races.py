@@ -187,44 +187,28 @@ def _run(
     twice = mode == "lost" or (mode == "resent" and not (quiet and first.verb != "release"))
     possible = [by_table(each) for each in (ORDERS_IF_LOST if twice else ORDERS)]
     if isinstance(mine, SweepReport):
-        possible.append(
-            by_table("2")
-        )  # what another client wrote meanwhile is left to the next sweep
+        # What another client wrote meanwhile is left to the next sweep.
+        possible.append(by_table("2"))
     alone = by_table("1"), by_table("2")
     if hasattr(stand.store, "_link") and start[0] and alone[0][2] is alone[1][2] is None:
         # A deletion by another client is taken for one's own whose answer was lost.
         possible.append((alone[0][0], alone[1][1], None))
     if outcome not in possible:
-        told = [
-            *way,
-            f"{first.verb} {first.task}{first.how} × {second.verb} {second.task}{second.how}",
-            mode,
-            number,
-        ]
-        line = " · ".join(each.verb if isinstance(each, Call) else str(each) for each in told)
-        raise Disagreement(
-            f"{stand.name}: {line}: {brief(outcome)}, but by the table {[*map(brief, possible)]}"
-        )
+        pair = " × ".join(f"{call.verb} {call.task}{call.how}" for call in (first, second))
+        line = " · ".join([*(call.verb for call in way), pair, mode, f"{number}"])
+        wanted = [*map(brief, possible)]
+        raise Disagreement(f"{stand.name}: {line}: {brief(outcome)}, but by the table {wanted}")
     return True
 
 
 def brief(outcome: tuple[Any, ...]) -> str:
     """Return an outcome without its records' text."""
     record = outcome[-1]
-    after = (
-        f"{record.state.name} {record.token} crashes {record.crashes}"
-        if isinstance(record, Record)
-        else "none"
-    )
-    return " / ".join(
-        [
-            *(
-                type(each).__name__ if not isinstance(each, bool) else str(each)
-                for each in outcome[:2]
-            ),
-            after,
-        ]
-    )
+    after = "none"
+    if isinstance(record, Record):
+        after = f"{record.state.name} {record.token} crashes {record.crashes}"
+    answers = [str(x) if isinstance(x, bool) else type(x).__name__ for x in outcome[:2]]
+    return " / ".join([*answers, after])
 
 
 def run(options: Options) -> list[Row]:

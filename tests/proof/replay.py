@@ -139,14 +139,8 @@ def shape(node: int) -> object:
         return None
     record = stored_of(node, 0).record
     over = record.deadline_ms is not None and record.deadline_ms <= 0
-    return (
-        record.state,
-        over,
-        record.swept,
-        bool(record.steps),
-        record.message is None,
-        record.reserved,
-    )
+    kept = bool(record.steps), record.message is None
+    return record.state, over, record.swept, kept, record.reserved
 
 
 def graph_of(most: int = MOST, scopes: Sequence[Scope] = SCOPES) -> Graph:

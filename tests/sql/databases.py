@@ -177,19 +177,11 @@ def end_sessions(alias: str, *, own_only: bool = False) -> None:
     from django.db import connections
 
     own = connections[alias]
-    me, number, here = (
-        "connection_id()",
-        "id",
-        "information_schema.processlist WHERE db = database()",
-    )
-    end = "KILL %s"
+    me, number, end = "connection_id()", "id", "KILL %s"
+    here = "information_schema.processlist WHERE db = database()"
     if own.vendor == "postgresql":
-        me, number, here = (
-            "pg_backend_pid()",
-            "pid",
-            "pg_stat_activity WHERE datname = current_database()",
-        )
-        end = "SELECT pg_terminate_backend(%s)"
+        me, number, end = "pg_backend_pid()", "pid", "SELECT pg_terminate_backend(%s)"
+        here = "pg_stat_activity WHERE datname = current_database()"
     which = f"= {rows(alias, f'SELECT {me}')[0][0]}" if own_only else f"<> {me}"
     found = f"SELECT {number} FROM {here} AND {number} {which}"
     other = add_alias("executioner", {**own.settings_dict})

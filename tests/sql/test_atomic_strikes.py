@@ -94,9 +94,8 @@ def till(
     make_table(till.alias, "payments", "name varchar(50)")
     yield till
     till.close()
-    current_run.set(
-        None
-    )  # no shield is here: an exception may have struck before the run took its claim back
+    # No shield is here: an exception may have struck before the run took its claim back.
+    current_run.set(None)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -181,9 +180,8 @@ def test_one_between_two_contexts(till: Till, monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize("raised", [None, ValueError()], ids=["returns", "raises"])
 def test_one_at_any_moment(till: Till, raised: Exception | None):
     """With a real signal, at random microseconds."""
-    shortest = (
-        math.inf
-    )  # so far: what was timed while the machine was busy would strike after the end
+    # So far: what was timed while the machine was busy would strike after the end.
+    shortest = math.inf
 
     def pay_in_peace(key: str, raised: Exception | None = None) -> None:
         nonlocal shortest

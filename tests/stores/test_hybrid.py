@@ -389,12 +389,9 @@ class TestOpening:
     @pytest.fixture
     def use_alias(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """Let any alias be one: nothing connects."""
-        monkeypatch.setattr(DjangoStore, "__init__", _only_alias)
+        only_alias = lambda self, alias: setattr(self, "alias", alias)  # noqa: E731
+        monkeypatch.setattr(DjangoStore, "__init__", only_alias)
         return "shop"
-
-
-def _only_alias(self: Any, alias: str) -> None:
-    self.alias = alias
 
 
 def test_a_failed_call_that_runs_again_is_answered_by_its_new_end(store):

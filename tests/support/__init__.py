@@ -11,6 +11,7 @@
   ``persistent_redis`` (that keeps its data), ``rabbitmq``.
 - What callers see: ``watch.States`` (of one task), ``watch.Results`` (of all).
 - A run without Celery: ``runs``. A record in some state: ``records``. What was reported: ``telling.listening``.
+- Threads that start together: ``threads.all_at_once``; one in the background: ``threads.in_background``.
 - A condition: ``waiting.wait_for``. The time of a test is never waited for.
 - A tutorial as its reader follows it: ``newcomer.Newcomer``.
 """

@@ -10,33 +10,21 @@ from tests.proof.chaos.checker import Checker
 from tests.proof.chaos.plan import make
 
 ID = "keyed key k"
-CALL = {
-    "what": "call",
-    "kind": "keyed",
-    "key": "k",
-    "units": ["keyed k"],
-    "first": 0.9,
-    "result": "a",
-}
+UNIT = "keyed k"
+CALL = {"what": "call", "kind": "keyed", "key": "k", "units": [UNIT], "first": 0.9, "result": "a"}
 KILL = {"what": "strike", "n": 0, "fault": "child killed", "explains": "died"}
 
+END = {"t": 3.0, "what": "ended", "name": "w0", "pids": [7], "code": 1}
 MISSED = {"t": 3.1, "what": "missed", "n": 0, "why": "IndexError: no child"}
 
 
 def verb(t: float, name: str, token: int, pid: int = 7) -> dict[str, Any]:
-    return {
-        "t": t,
-        "what": "verb",
-        "verb": name,
-        "id": ID,
-        "token": token,
-        "task_id": "a",
-        "pid": pid,
-    }
+    about = {"verb": name, "id": ID, "task_id": "a", "pid": pid}
+    return {"t": t, "what": "verb", "token": token, **about}
 
 
 def effect(t: float, token: int) -> dict[str, Any]:
-    about = {"unit": "keyed k", "id": ID, "task_id": "a", "pid": 7}
+    about = {"unit": UNIT, "id": ID, "task_id": "a", "pid": 7}
     return {"t": t, "what": "effect", "token": token, **about}
 
 
@@ -71,10 +59,7 @@ def test_what_runs_once_is_right() -> None:
         ((verb(2, "claimed", 2), verb(3, "released", 2), verb(4, "claimed", 1)), "do not grow"),
         ((*TWICE, *kill(5, pid=8)), "doubled: keyed k"),
         ((*kill(0.5), *TWICE), "beside one another"),
-        (
-            ({"t": 3.0, "what": "ended", "name": "w0", "pids": [7], "code": 1},),
-            "w0 ended by itself",
-        ),
+        ((END,), "w0 ended by itself"),
     ],
 )
 def test_what_no_fault_explains_is_wrong(notes: tuple[dict[str, Any], ...], told: str) -> None:
