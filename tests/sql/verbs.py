@@ -8,27 +8,16 @@ from threading import Event
 from typing import Any
 
 from celery_idempotent.records import Identity, Record, Renewal, SettleRequest, State
-from tests.stores import verbs
-from tests.stores.verbs import KEY, VALUE
+from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, VALUE
+from tests.stores.verbs import ask as claim
+from tests.stores.verbs import claim as claimed
 from tests.support.threads import in_background
 
-__all__ = ["KEY", "VALUE"]
-
-TIMES: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
+__all__ = ["KEY", "VALUE", "claim", "claimed"]
 
 
 def named(key: str) -> Identity:
     return Identity(namespace="charge", key=key)
-
-
-def claim(store: Any, identity: Identity = KEY, **changes: Any) -> Any:
-    """Ask for a key; return the answer."""
-    return verbs.ask(store, identity, **{**TIMES, **changes})
-
-
-def claimed(store: Any, identity: Identity = KEY, **changes: Any) -> Record:
-    """Claim a key that is free; return its record."""
-    return verbs.claim(store, identity, **{**TIMES, **changes})
 
 
 def end_of(record: Record, **changes: Any) -> SettleRequest:
@@ -39,7 +28,8 @@ def end_of(record: Record, **changes: Any) -> SettleRequest:
 
 def renewal(record: Record, **changes: Any) -> Renewal:
     """Return what renews a claim."""
-    return Renewal(identity=record.identity, token=record.token, **{**TIMES, **changes})
+    asked: Any = {"lease_ms": LEASE_MS, "keep_ms": KEEP_MS, **changes}
+    return Renewal(identity=record.identity, token=record.token, **asked)
 
 
 def found(store: Any, identity: Identity = KEY) -> Record:

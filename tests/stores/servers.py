@@ -9,7 +9,7 @@ import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,31 +96,27 @@ def answers(client: redis.Redis) -> bool:
 def cluster(binary: str, directory: Path) -> Iterator[list[Server]]:
     """Run a Cluster of three masters."""
     with contextlib.ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                running(
-                    binary, directory, "--cluster-enabled", "yes", "--cluster-node-timeout", 3000
-                )
-            )
-            for _ in range(3)
-        ]
-        share = 16384 // 3 + 1
-        for n, node in enumerate(nodes):
-            slots = range(n * share, min((n + 1) * share, 16384))
-            node.client.execute_command("CLUSTER", "ADDSLOTS", *slots)
-            node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
-        for node in nodes[1:]:
-            nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
-        for node in nodes:
-            wait_for(functools.partial(joined, node), 20, "the cluster to agree")
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", 3000)
+        nodes = [stack.enter_context(running(binary, directory, *options)) for _ in range(3)]
+        form_cluster([node.client for node in nodes], nodes[0].port)
         yield nodes
 
 
-def joined(node: Server) -> bool:
-    info = node.client.execute_command("CLUSTER", "INFO").decode()
-    return {"cluster_known_nodes:3", "cluster_state:ok", "cluster_slots_ok:16384"} <= set(
-        info.split()
-    )
+def form_cluster(clients: Sequence[Any], port: int) -> None:
+    """Make a Cluster of three servers, which meet at the port of the first."""
+    share = 16384 // 3 + 1
+    for n, client in enumerate(clients):
+        ask = client.execute_command
+        ask("CLUSTER", "ADDSLOTS", *range(n * share, min((n + 1) * share, 16384)))
+        ask("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
+        ask("CLUSTER", "MEET", "127.0.0.1", port)
+    for client in clients:
+        wait_for(functools.partial(joined, client), 30, "the cluster to agree")
+
+
+def joined(client: Any) -> bool:
+    told = {"cluster_known_nodes:3", "cluster_state:ok", "cluster_slots_ok:16384"}
+    return told <= set(client.execute_command("CLUSTER", "INFO").decode().split())
 
 
 @contextlib.contextmanager

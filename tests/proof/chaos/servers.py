@@ -18,7 +18,7 @@ from kombu import Connection
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.stores.servers import answers, free_port
+from tests.stores.servers import answers, form_cluster, free_port
 from tests.support.proxy import Proxy
 from tests.support.servers import embedded
 from tests.support.waiting import wait_for
@@ -196,14 +196,7 @@ class Servers:
     def _open_cluster(self) -> str:
         more = ("--cluster-enabled", "yes", "--cluster-node-timeout", 2000)
         self.stores = [self._redis(*more, before=self.shifted) for _ in range(3)]
-        for n, node in enumerate(self.stores):
-            ask, share = node.client().execute_command, 16384 // 3 + 1
-            ask("CLUSTER", "ADDSLOTS", *range(n * share, min((n + 1) * share, 16384)))
-            ask("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
-            ask("CLUSTER", "MEET", _HOST, self.stores[0].port)
-        for node in self.stores:
-            ask = node.client().execute_command
-            wait_for(lambda: b"cluster_state:ok" in ask("CLUSTER", "INFO"), 30, "the cluster")  # noqa: B023
+        form_cluster([each.client() for each in self.stores], self.stores[0].port)
         return "redis+cluster://" + ",".join(f"{_HOST}:{each.port}" for each in self.stores)
 
     def _open_sentinel(self) -> str:
