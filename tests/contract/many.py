@@ -386,7 +386,9 @@ class ManyContract(ContractBase):
                 assert {record.crashes for record in self.known(store, NAMES)} == {1}
                 advance(self.lease_ms)
 
-    def test_identities_that_look_alike_stay_apart(self, store: Store, advance: Advance) -> None:
+    def test_identities_that_look_alike_stay_apart_and_are_swept_as_claimed(
+        self, store: Store, advance: Advance
+    ) -> None:
         """A store that joins the parts by a separator takes ``("a", "b:c")`` and ``("a:b", "c")`` for one key; a
         database may compare without case, accents or trailing blanks. Then one customer would get the result of
         another. A sweep may know no more of a record than the name that the store made, and takes that apart again.
