@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,15 +31,10 @@ def work(store: DjangoStore, effects: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_of_several_processes_one_gets_each_key(
-    sql_databases: Callable[[str], Any], tmp_path: Path
-):
-    sql_databases("sqlite")
-    with databases.database("sqlite", tmp_path) as settings:
-        # Its journal is as SQLite makes it: a reader and a writer shut each other out for a moment.
-        alias = databases.add_alias("processes", settings)
-        databases.migrate(alias)
-        store, effects = DjangoStore(alias), tmp_path / "effects"
+def test_of_several_processes_one_gets_each_key(tmp_path: Path):
+    # Its journal is as SQLite makes it: a reader and a writer shut each other out for a moment.
+    with databases.fresh("sqlite", tmp_path, "processes"):
+        store, effects = DjangoStore("processes"), tmp_path / "effects"
         store.connections.own().close()
         children = []
         for _ in range(3):
@@ -58,4 +51,3 @@ def test_of_several_processes_one_gets_each_key(
         assert sorted(effects.read_text().split()) == sorted(each.key for each in KEYS)
         found = [store.get(key) for key in KEYS]
         assert all(record is not None and record.state is State.COMPLETED for record in found)
-        databases.drop_alias(alias)

@@ -68,12 +68,10 @@ def test_djangos_checks_find_nothing(open_store: Callable[..., DjangoStore]):
 
 
 @pytest.fixture(scope="module")
-def filled(sql_databases: Callable[[str], Any], tmp_path_factory: Any) -> Iterator[DjangoStore]:
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DjangoStore]:
     """A store in a PostgreSQL database of its own, in which some thousand keys were settled, half of them FAILED."""
-    sql_databases("postgresql")
-    with databases.database("postgresql", tmp_path_factory.mktemp("filled")) as settings:
-        store = DjangoStore(databases.add_alias("filled", settings))
-        databases.migrate(store.alias)
+    with databases.fresh("postgresql", tmp_path_factory.mktemp("filled"), "filled"):
+        store = DjangoStore("filled")
         connections[store.alias].close()
         for n in range(400):
             pair(store, f"order-{n}")
@@ -90,7 +88,6 @@ def filled(sql_databases: Callable[[str], Any], tmp_path_factory: Any) -> Iterat
         execute(store.alias, "VACUUM ANALYZE")
         yield store
         store.close()
-        databases.drop_alias(store.alias)
 
 
 def test_renewals_stay_in_their_page(filled: DjangoStore):
