@@ -27,7 +27,6 @@ __all__ = [
     "Answer",
     "Site",
     "Web",
-    "make_users",
     "new_key",
     "open_site",
 ]
@@ -190,9 +189,6 @@ class Site:
         where = answer.headers["Location"] or answer.headers["Content-Location"]
         return self.ask("GET", where, user=user, **headers)
 
-    def until(self, ask: Callable[[], Answer], *, other_than: int) -> Answer:
-        return self.web.until(ask, other_than=other_than)
-
     def settled(self, answer: Answer, timeout: float = 30) -> Any:
         """Wait until what ``answer`` promised is done; return its status."""
 
@@ -202,15 +198,6 @@ class Site:
             return told.json if told.json["settled"] else None
 
         return wait_for(look, timeout, lambda: f"the end of it: {self.status(answer).body!r}")
-
-
-def make_users(directory: Path, env: Mapping[str, str]) -> None:
-    """Make the database with its people."""
-    command = [sys.executable, "-m", "testproject", "demo_users"]
-    path = directory / "users.log"
-    with path.open("wb") as log:
-        done = spawn(command, cwd=directory, env=env, log=log).wait(60)
-    assert done == 0, path.read_text()
 
 
 @contextlib.contextmanager
@@ -233,7 +220,10 @@ def open_site(
         **(env or {}),
     }
     direct = child_environment({"REDIS_URL": redis.url(db), **common})
-    make_users(directory, direct)
+    with (directory / "users.log").open("wb") as log:
+        users = [sys.executable, "-m", "testproject", "demo_users"]
+        done = spawn(users, cwd=directory, env=direct, log=log).wait(60)
+    assert done == 0, (directory / "users.log").read_text()
     with Proxy("127.0.0.1", redis.port) as proxy:
         through = child_environment({"REDIS_URL": f"redis://127.0.0.1:{proxy.port}/{db}", **common})
         web = Web([sys.executable, "-m", "testproject.web", "0"], directory, through, "web")

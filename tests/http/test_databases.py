@@ -126,7 +126,7 @@ def test_a_frozen_process_that_comes_back_too_late_pays_nothing_and_repeats_the_
         wait_for(bank.is_at_work, 30)
         doomed.freeze()
     try:
-        answer = bank.until(lambda: bank.ask(*PAY, key=key), other_than=409)
+        answer = bank.web.until(lambda: bank.ask(*PAY, key=key), other_than=409)
         assert (answer.status, answer.replayed) == (201, False)
     finally:
         doomed.thaw()

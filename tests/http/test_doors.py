@@ -109,9 +109,6 @@ class Door:
         self.web.kill()
         self.store.close()
 
-    def until(self, ask: Callable[[], Answer], *, other_than: int) -> Answer:
-        return self.web.until(ask, other_than=other_than)
-
     def runs(self, key: str) -> int:
         path = self.file("runs", key)
         return path.stat().st_size if path.exists() else 0
@@ -352,7 +349,7 @@ def test_a_client_that_hangs_up_does_not_stop_the_run(door: Door, key: str, path
     # Long enough for the server to hear of it, and to give the key back if it were so minded.
     assert [door.ask(key, path).status for _ in range(10)] == [409] * 10
     door.file("go", key).touch()
-    answer = door.until(lambda: door.ask(key, path), other_than=409)
+    answer = door.web.until(lambda: door.ask(key, path), other_than=409)
     assert (answer.status, answer.replayed, answer.json) == (200, True, {"run": 1})
 
 
@@ -435,7 +432,7 @@ def test_after_a_killed_server_the_next_attempt_after_the_lease_runs(
             wait_for(lambda: door.runs(key), 30)
             door.web.kill()
         door.web.start()
-        answer = door.until(lambda: door.ask(key, "/held/x"), other_than=409)
+        answer = door.web.until(lambda: door.ask(key, "/held/x"), other_than=409)
         return answer.status, answer.replayed, answer.json
 
     assert doors.each(kill) == dict.fromkeys(DOORS, (200, False, {"run": 2}))
@@ -456,7 +453,7 @@ def test_a_server_that_ends_slow_workers_gets_the_response_before_a_silent_store
             door.file("go", key).touch()
             assert first.answer().json == {"run": 1}
         private_redis.thaw()
-        again = door.until(lambda: door.ask(key, "/held/x"), other_than=409)
+        again = door.web.until(lambda: door.ask(key, "/held/x"), other_than=409)
         assert (again.status, again.replayed, door.runs(key)) == (200, True, 1)
     finally:
         private_redis.thaw()

@@ -96,7 +96,7 @@ def test_while_a_view_works_the_second_request_is_409_and_then_a_replay_byte_for
     key = new_key()
     with site.bank("closed"):
         running = in_background(lambda: site.pay(path="/payments/now/", key=key))
-        outstanding = site.until(
+        outstanding = site.web.until(
             lambda: site.ask("GET", f"/idempotency/http/{key}"), other_than=404
         )
         assert outstanding.json["state"] == "PROCESSING"

@@ -52,7 +52,7 @@ def app() -> Iterator[Celery]:
 
 
 @pytest.fixture
-def charge(app: Celery, settings: Callable[..., None]) -> Any:
+def charge(app: Celery) -> Iterator[Any]:
     """A task of the app that all views work with."""
     from celery_idempotent import IdempotentTask
 
@@ -60,21 +60,8 @@ def charge(app: Celery, settings: Callable[..., None]) -> Any:
     def charge(amount: int) -> int:
         return amount
 
-    settings(CELERY_IDEMPOTENT_APP=app)
-    return charge
-
-
-@pytest.fixture
-def settings() -> Iterator[Callable[..., None]]:
-    """Change Django's settings for one test."""
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-
-        def change(**changes: Any) -> None:
-            stack.enter_context(override_settings(**changes))
-
-        yield change
+    with override_settings(CELERY_IDEMPOTENT_APP=app):
+        yield charge
 
 
 def request(method: str = "post", path: str = "/", **headers: str) -> Any:
@@ -126,27 +113,25 @@ def _store(charge: Any) -> Any:
 
 @pytest.mark.parametrize("how", ["scope of the call", "scope of the view", "app"])
 def test_where_the_status_resource_would_not_find_the_key_there_is_no_location(
-    charge: Any, settings: Callable[..., None], how: str
+    charge: Any, how: str
 ) -> None:
     options: dict[str, Any] = {}
-    if how == "app":
-        settings(CELERY_IDEMPOTENT_APP=Celery("other", set_as_current=False))
-    elif how == "scope of the call":
+    app = Celery("other", set_as_current=False) if how == "app" else charge.app
+    if how == "scope of the call":
         options["scope"] = ("tenant", 5)
     view = keyed_view(**({"scope": by} if how == "scope of the view" else {}))(
         lambda asked: queue(charge, asked, **options)
     )
     for replayed in (False, True):
-        answer = view(request(x_tenant="acme"))
+        with override_settings(CELERY_IDEMPOTENT_APP=app):
+            answer = view(request(x_tenant="acme"))
         assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, replayed)
         assert "Location" not in answer
         assert json.loads(answer.content)["url"] is None
 
 
-def test_with_the_scope_of_the_setting_there_is_one_again(
-    charge: Any, settings: Callable[..., None]
-) -> None:
-    settings(IDEMPOTENCY_HTTP={"scope": by})
+@override_settings(IDEMPOTENCY_HTTP={"scope": by})
+def test_with_the_scope_of_the_setting_there_is_one_again(charge: Any) -> None:
     answer = queue(charge, request(x_tenant="acme"))
     assert look(answer["Location"], x_tenant="acme").status_code == 200
     assert look(answer["Location"], x_tenant="umbrella").status_code == 404
@@ -182,15 +167,15 @@ KEPT = Stored(content_type="application/json", content_encoding="utf-8", body=b'
 
 
 def test_of_a_task_that_the_web_server_does_not_know_it_cannot_say_whether_a_result_is_kept(
-    charge: Any, settings: Callable[..., None]
+    charge: Any,
 ) -> None:
     """Tasks are loaded as by a worker: tests/unit/test_definition.py."""
     where = queue(charge)["Location"]
     end(charge, value=KEPT)
     web = Celery("orders", broker="memory://", set_as_current=False)
     web.conf.idempotency_store = _store(charge)
-    settings(CELERY_IDEMPOTENT_APP=web)
-    told = json.loads(look(where).content)
+    with override_settings(CELERY_IDEMPOTENT_APP=web):
+        told = json.loads(look(where).content)
     assert told["state"] == "COMPLETED"
     assert not {"result", "result_kept"} & told.keys()
 
@@ -321,30 +306,24 @@ def test_a_hook_that_fails_after_the_commit_does_not_keep_the_message_back(
 
 @pytest.mark.parametrize("mode", ["off", "observe"])
 def test_for_a_task_that_is_off_or_observed_every_request_sends_a_message_after_its_commit(
-    app: Celery, settings: Callable[..., None], mode: str
+    charge: Any, app: Celery, mode: str
 ) -> None:
-    from celery_idempotent import IdempotentTask
-
-    @app.task(base=IdempotentTask, name="orders.watched", shared=False, idempotency_mode=mode)
-    def watched(amount: int) -> int:
-        return amount
-
-    settings(CELERY_IDEMPOTENT_APP=app)
+    redefine(charge, idempotency_mode=mode)
     messages(app)
     # With a key, without one, and of nobody.
     for key, user in (("k", True), ("k", True), ("", True), ("k", False)):
         asked = request(idempotency_key=key)
         if not user:
             asked.user = None
-        answer = queue(watched, asked)
+        answer = queue(charge, asked)
         assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, False)
     assert messages(app) == 4
     with transaction.atomic():
-        queue(watched)
+        queue(charge)
         assert messages(app) == 0
     assert messages(app) == 1
     with transaction.atomic():
-        queue(watched)
+        queue(charge)
         transaction.set_rollback(True)
     assert messages(app) == 0
 

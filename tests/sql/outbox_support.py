@@ -12,13 +12,18 @@ import pytest
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-__all__ = ["Stage", "ids", "make_app", "pending", "sent"]
+pytest.importorskip("django")
+
+from django.apps import apps
+from django.db import connections, transaction
+from django.db.models import F, QuerySet
+
+from celery_idempotent.django import IdempotentTask, outbox
+from celery_idempotent.django.fields import NowMs
 
 
 def make_app(alias: str, **conf: Any) -> Celery:
     """Return an app whose messages stay in this process."""
-    from celery_idempotent.django import IdempotentTask
-
     name = f"outbox-{uuid.uuid4().hex[:8]}"
     app = Celery(name, set_as_current=False)
     conf = {
@@ -65,30 +70,14 @@ def ids(app: Celery) -> list[str]:
     return [headers["id"] for headers, _, _ in sent(app)]
 
 
-def pending(alias: str) -> list[Any]:
-    """Return the messages that wait, oldest first, with their times as seen from now."""
-    from django.db.models import F
-
-    from celery_idempotent.django.fields import NowMs
-    from celery_idempotent.django.models import OutboxMessage
-
-    found = OutboxMessage.objects.using(alias).order_by("pk")
-    return list(found.annotate(due_in_ms=F("due_ms") - NowMs(), age_ms=NowMs() - F("created_ms")))
-
-
 class Stage:
     """One app and its outbox, as a test handles them."""
 
     def __init__(self, alias: str, app: Celery) -> None:
-        from celery_idempotent.django import outbox
-        from celery_idempotent.django.models import OutboxMessage
-
         self.alias, self.app, self.outbox = alias, app, outbox
-        self.rows = OutboxMessage.objects.using(alias)
+        self.rows = apps.get_model("celery_idempotent", "OutboxMessage").objects.using(alias)
 
     def atomic(self) -> Any:
-        from django.db import transaction
-
         return transaction.atomic(using=self.alias)
 
     def add(self, task: Any = "note", args: Any = None, **options: Any) -> str:
@@ -102,8 +91,6 @@ class Stage:
 
     def dies_after_commit(self, *numbers: int, **options: Any) -> list[str]:
         """Stage and commit, and be gone before anything is sent."""
-        from django.db import connections
-
         with self.atomic():
             staged = self.notes(*numbers, **options)
             connections[self.alias].run_on_commit.clear()
@@ -112,7 +99,6 @@ class Stage:
     @contextmanager
     def dies_before_delete(self) -> Iterator[None]:
         """Stage in a transaction whose process dies once its message is sent."""
-        from django.db.models import QuerySet
 
         def die(*_: object) -> None:
             raise SystemExit
@@ -122,8 +108,6 @@ class Stage:
             yield
 
     def rolls_back(self, *numbers: int) -> None:
-        from django.db import transaction
-
         with self.atomic():
             self.notes(*numbers)
             transaction.set_rollback(True, using=self.alias)
@@ -135,8 +119,10 @@ class Stage:
     def sweep(self, **options: Any) -> Any:
         return self.outbox.sweep(self.app, using=self.alias, **options)
 
-    def pending(self) -> Any:
-        return pending(self.alias)
+    def pending(self) -> list[Any]:
+        """Return the messages that wait, oldest first, with their times as seen from now."""
+        due, created = F("due_ms") - NowMs(), NowMs() - F("created_ms")
+        return list(self.rows.order_by("pk").annotate(due_in_ms=due, age_ms=created))
 
     def break_broker(self, patch: pytest.MonkeyPatch) -> list[str]:
         """Fail to publish; returns the names of the tasks that were tried."""
