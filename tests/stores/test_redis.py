@@ -17,7 +17,7 @@ from tests.contract import StoreContract
 from tests.proof.model import KEY as CELL
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
-from tests.stores.verbs import KEY, claim, in_one_bucket, reserve, settle
+from tests.stores.verbs import claim, in_one_bucket, settle
 
 pytestmark = pytest.mark.redis
 
@@ -72,14 +72,6 @@ class TestRedis(RedisContract):
     @pytest.fixture
     def nodes(self, redis_client: redis.Redis) -> list[redis.Redis]:
         return [redis_client]
-
-    def test_the_token_of_a_reservation_given_back_is_not_given_out_again(self, store, stop_at):
-        now_ms = time.time_ns() // 1_000_000
-        stop_at(now_ms)
-        first = reserve(store).record
-        assert store.release(KEY, token=first.token)
-        stop_at(now_ms - 1_000)
-        assert claim(store).token > first.token
 
 
 class TestValkey(RedisContract):

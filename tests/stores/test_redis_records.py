@@ -19,7 +19,17 @@ from celery_idempotent.stores.base import HOUR, MINUTE
 from celery_idempotent.stores.redis.format import LAYOUT, MARK
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import CountingLink, LinkProxy, Shift
-from tests.stores.verbs import KEEP_MS, KEY, LEASE_MS, ask, claim, in_one_bucket, renew, settle
+from tests.stores.verbs import (
+    KEEP_MS,
+    KEY,
+    LEASE_MS,
+    ask,
+    claim,
+    in_one_bucket,
+    renew,
+    reserve,
+    settle,
+)
 from tests.support.admin import make_app
 from tests.support.threads import all_at_once
 from tests.support.waiting import wait_for
@@ -143,13 +153,18 @@ def test_a_run_that_went_on_after_a_sweep_settles_with_the_crash_that_was_counte
     assert redis_store.get(KEY).crashes == 1
 
 
-@pytest.mark.parametrize("last", ["given back", "taken over", "of another key", "flushed"])
+@pytest.mark.parametrize(
+    "last", ["given back", "reserved", "taken over", "of another key", "flushed"]
+)
 def test_a_clock_that_was_set_back_makes_no_smaller_token(redis_store, redis_client, advance, last):
     one, other = in_one_bucket(2)
     if last in ("taken over", "of another key"):
         assert redis_store.interrupt(one, token=claim(redis_store, one).token)
     advance(5_000)
     newest = claim(redis_store, other if last == "of another key" else one)
+    if last == "reserved":
+        assert redis_store.release(one, token=newest.token)
+        newest = reserve(redis_store, one).record
     if last == "flushed":  # the mark of the bucket: the record makes it good
         assert redis_store.interrupt(one, token=newest.token)
         redis_client.zrem(redis_store._keys.of_record(one)[1], MARK)
