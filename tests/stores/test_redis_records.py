@@ -161,10 +161,8 @@ def test_a_clock_that_was_set_back_makes_no_smaller_token(redis_store, redis_cli
     if last in ("taken over", "of another key"):
         assert redis_store.interrupt(one, token=claim(redis_store, one).token)
     advance(5_000)
-    newest = claim(redis_store, other if last == "of another key" else one)
-    if last == "reserved":
-        assert redis_store.release(one, token=newest.token)
-        newest = reserve(redis_store, one).record
+    take = (lambda *key: reserve(*key).record) if last == "reserved" else claim
+    newest = take(redis_store, other if last == "of another key" else one)
     if last == "flushed":  # the mark of the bucket: the record makes it good
         assert redis_store.interrupt(one, token=newest.token)
         redis_client.zrem(redis_store._keys.of_record(one)[1], MARK)
