@@ -9,7 +9,6 @@ tested in fresh ones.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import functools
@@ -28,7 +27,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import redis.utils
 
@@ -57,10 +56,10 @@ django.utils.translation django.views psycopg pymysql
 class Process:
     """What ``subprocess.Popen`` tells of a process, of one that another process forked."""
 
-    def __init__(self, pid: int, status: int) -> None:
-        self.pid = pid
+    def __init__(self, asked: socket.socket) -> None:
+        self._asked = asked
+        self.pid = int(asked.recv(20))
         self.returncode: int | None = None
-        self._status = status
 
     def poll(self) -> int | None:
         return self._read(0)
@@ -77,10 +76,9 @@ class Process:
                 os.kill(self.pid, number)
 
     def _read(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], (), (), timeout)[0]:
-            told = os.read(self._status, 20)
-            os.close(self._status)
-            self.returncode = int(told or -signal.SIGKILL)
+        if self.returncode is None and select.select([self._asked], (), (), timeout)[0]:
+            self.returncode = int(self._asked.recv(20) or -signal.SIGKILL)
+            self._asked.close()
         return self.returncode
 
 
@@ -106,7 +104,7 @@ def spawn(
             stderr=log,
             start_new_session=True,
         )
-    return server.fork(list(command[2:]), str(cwd), dict(env), log.fileno())
+    return server.fork([list(command[2:]), str(cwd), dict(env)], log)
 
 
 def _early(command: Sequence[str]) -> bool:
@@ -121,22 +119,23 @@ def _of_python(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Server:
-    """The side of the test process."""
+    """The side of the test process: a connection for each process, and one that keeps the server alive."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         from tests.support.workers import child_environment
 
         env = child_environment()
         self.of_python = _of_python(env)
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"of {os.getpid()}"
         known = repr((run, modules, sorted(self.of_python.items()))).encode()
-        address = b"\0preloaded " + hashlib.sha256(known).digest()
+        self._address = b"\0preloaded " + hashlib.sha256(known).digest()
         while True:
-            door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with door, contextlib.suppress(OSError):  # another process of the run has it
-                door.bind(address)
+            with (
+                _socket() as door,
+                contextlib.suppress(OSError),
+            ):  # another process of the run has it
+                door.bind(self._address)
                 door.listen(64)
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "tests.support.preloaded", str(door.fileno()), *modules],
@@ -145,35 +144,30 @@ class _Server:
                     pass_fds=[door.fileno()],
                     start_new_session=True,
                 )
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                self._socket.connect(address)
+            with contextlib.suppress(ConnectionRefusedError):  # it does not listen yet
+                self._here = self._connect()
                 break
-            except ConnectionRefusedError:  # it does not listen yet
-                self._socket.close()
-                time.sleep(0.02)
+            time.sleep(0.02)
         atexit.register(self.close)
 
-    def fork(self, arguments: list[str], cwd: str, env: dict[str, str], log: int) -> Process:
-        with self._lock:
-            return self._fork(arguments, cwd, env, log)
+    def fork(self, request: list[Any], log: IO[bytes]) -> Process:
+        asked = self._connect()
+        socket.send_fds(asked, [json.dumps(request).encode()], [log.fileno()])
+        return Process(asked)
 
-    def _fork(self, arguments: list[str], cwd: str, env: dict[str, str], log: int) -> Process:
-        mine, theirs = os.pipe()
-        message = json.dumps([arguments, cwd, env]).encode()
-        # One packet has its bounds: the request goes through a file.
-        with os.fdopen(os.memfd_create("request"), "w+b") as request:
-            request.write(message)
-            request.flush()
-            fds = array.array("i", [log, theirs, request.fileno()])
-            self._socket.sendmsg([b"fork"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-        os.close(theirs)
-        return Process(int(self._socket.recv(20)), mine)
+    def _connect(self) -> socket.socket:
+        connection = _socket()
+        connection.connect(self._address)
+        return connection
 
     def close(self) -> None:
-        self._socket.close()
+        self._here.close()
         if self._process is not None:
             self._process.wait()  # for the other processes of the run, too
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 _servers: dict[bool, _Server] = {}
@@ -191,76 +185,46 @@ def _server(*, django: bool) -> _Server:
 # -- the side of the server --------------------------------------------------------------------------------------------
 
 
-def _answer(door: socket.socket) -> socket.socket:
-    """Fork for each test process until the last one is gone; return in the child, with what leads to its own."""
+def _serve(door: socket.socket) -> list[str]:
+    """Fork for each connection until there is none; return in the program, with what it shall run."""
     door.settimeout(0.2)
-    clients = 0
+    connections = 0
     while True:
         with contextlib.suppress(TimeoutError):
-            inbox, _ = door.accept()
+            asking, _ = door.accept()
             if os.fork() == 0:
                 door.close()
-                return inbox
-            inbox.close()
-            clients += 1
-        while clients and os.waitpid(-1, os.WNOHANG)[0]:
-            clients -= 1
-        if not clients:
+                return _attend(asking)
+            asking.close()
+            connections += 1
+        while connections and os.waitpid(-1, os.WNOHANG)[0]:
+            connections -= 1
+        if not connections:
             sys.exit()
 
 
-def _serve(inbox: socket.socket) -> list[str]:
-    """Fork for each request until the other side is gone; return in the child, with what it shall run."""
-    children: dict[int, int] = {}
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    while True:
-        ready, _, _ = select.select([inbox.fileno(), woken], (), ())
-        if woken in ready:
-            os.read(woken, 4096)
-            _reap(children)
-        if inbox.fileno() not in ready:
-            continue
-        _, fds, _, _ = socket.recv_fds(inbox, 16, 3)
-        if not fds:  # the test process is gone, or was killed
-            for pid in children:
-                # A child has a group of its own once it has come to setsid().
-                for kill in (os.kill, os.killpg):
-                    with contextlib.suppress(ProcessLookupError):
-                        kill(pid, signal.SIGKILL)
-            sys.exit()
-        log, status, request = fds
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for fd in (woken, wake, status, inbox.detach(), *children.values()):
-                os.close(fd)
-            return _become(log, request)
-        children[pid] = status
-        os.close(log)
-        os.close(request)
-        inbox.send(str(pid).encode())
+def _attend(asking: socket.socket) -> list[str]:
+    """Fork the program, and stay until it has ended or whoever asked for it is gone; return in the program."""
+    request, fds, _, _ = socket.recv_fds(asking, 1 << 20, 1)
+    if not fds:
+        sys.exit()
+    if (pid := os.fork()) == 0:
+        asking.close()
+        return _become(request, *fds)
+    os.close(*fds)
+    asking.send(str(pid).encode())
+    if asking in select.select([asking, os.pidfd_open(pid)], (), ())[0]:
+        for kill in (os.kill, os.killpg):  # it has a group of its own once it has come to setsid()
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        sys.exit()
+    asking.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+    sys.exit()
 
 
-def _reap(children: dict[int, int]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        fd = children.pop(pid)
-        with contextlib.suppress(BrokenPipeError):
-            os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())
-        os.close(fd)
-
-
-def _become(log: int, request: int) -> list[str]:
+def _become(request: bytes, log: int) -> list[str]:
     os.setsid()
-    with os.fdopen(request, "rb") as file:
-        file.seek(0)
-        arguments, cwd, env = json.load(file)
+    arguments, cwd, env = json.loads(request)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
@@ -282,7 +246,7 @@ def _main() -> NoReturn:
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     gc.collect()
     gc.freeze()
-    module, *sys.argv[1:] = _serve(_answer(door))
+    module, *sys.argv[1:] = _serve(door)
     sys.path[0] = str(Path.cwd())
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
