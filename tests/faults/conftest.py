@@ -3,81 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
+import redis
 from celery.result import AsyncResult
-from kombu import Connection
 
 from celery_idempotent.records import State
 from celery_idempotent.stores.redis.servers import SCRIPTS, SOURCES
-from tests.delivery.app import make_app
+from tests.delivery import app as app_module
+from tests.support import sites
 from tests.support.apps import environment
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy
-from tests.support.servers import EmbeddedRedis
+from tests.support.servers import EmbeddedRedis, RabbitMQ
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
 
-class Stage:
-    """An app as a test sees it: its own way to the store leads past whatever is broken."""
+@dataclass
+class Stage(sites.Site):
+    """A site as a test sees it: its own ways lead past whatever is broken, those of its workers through that."""
 
-    def __init__(
-        self,
-        *,
-        start_worker: Callable[..., Worker],
-        ledger: Ledger,
-        broker: str,
-        worker_broker: str,
-        backend: str | None,
-        store: str,
-        direct: str,
-        queue: str,
-        conf: dict[str, Any],
-        worker_backend: str = "",
-    ) -> None:
-        self.ledger = ledger
-        self.queue = queue
-        self.broker = broker
-        self._start_worker = start_worker
-        self._settings = {
-            "broker_url": worker_broker,
-            "broker_connection_retry_on_startup": True,
-            # What a lost connection to the broker costs shall be known, not found out.
-            "broker_connection_timeout": 2,
-            "result_backend": worker_backend or backend,
-            "result_expires": 600,
-            "task_default_queue": queue,
-            "idempotency_store": store,
-            "idempotency_sweep_interval": None,
-            **conf,
-        }
-        own = {"broker_url": broker, "result_backend": backend, "idempotency_store": direct}
-        self.client = make_app({**self._settings, **own})
+    module: ClassVar[Any] = app_module
+
+    behind: dict[str, Any]
 
     def worker(self, name: str | None = None, **options: Any) -> Worker:
         """Start a worker; ``conf`` are settings of its own."""
-        env = environment({**self._settings, **options.pop("conf", {})})
-        return self._start_worker("tests.delivery.app", name=name, env=env, **options)
-
-    def send(self, task: str, *args: Any, **options: Any) -> AsyncResult[Any]:
-        return self.client.tasks[task].apply_async(args, **options)
+        env = environment({**self.settings, **self.behind, **options.pop("conf", {})})
+        return self.start(self.module.__name__, name=name, env=env, **options)
 
     def open(self, gate: str) -> None:
         (self.ledger.path.parent / f"gate-{gate}").touch()
 
     def record(self, key: str, task: str = "work") -> Any:
-        found: Any = self.client.tasks[task]
+        found: Any = self.app.tasks[task]
         return found.idempotency_record(key)
 
     def says(self, worker: Worker, *lines: str, timeout: float = 20) -> None:
         """Wait until the log of a worker has all these."""
         for line in lines:
-            wait_for(
-                partial(_in_log, worker, line), timeout, f"{line!r} in the log of {worker.name}"
-            )
+            what = f"{line!r} in the log of {worker.name}"
+            wait_for(lambda line=line: line in worker.log, timeout, what)
 
     def state(self, key: str, task: str = "work") -> State | None:
         record = self.record(key, task)
@@ -89,14 +58,10 @@ class Stage:
     def starts(self, key: str) -> int:
         return self.ledger.count("start", key)
 
-    def started(self, key: str, *, times: int = 1, timeout: float = 20) -> int:
+    def started(self, key: str) -> int:
         """Wait for a run to start; return the pid of its process."""
-        entries = wait_for(
-            lambda: (e := self.ledger.entries("start", key))[times - 1 :] and e,
-            timeout,
-            f"{key} to start ({times})",
-        )
-        return int(entries[times - 1].pid)
+        entries = wait_for(lambda: self.ledger.entries("start", key), 20, f"{key} to start")
+        return entries[0].pid
 
     def told(self, outcome: str, key: str) -> int:
         """How often a signal was sent."""
@@ -107,18 +72,18 @@ class Stage:
         wait_for(lambda: self.told(outcome, key), 20, f"the signal {outcome}")
         assert self.told(outcome, key) == 1
 
-    def succeeds(self, result: AsyncResult[Any], timeout: float = 20) -> Any:
+    def succeeds(self, result: AsyncResult[Any]) -> Any:
         """Wait for SUCCESS; return the value."""
-        return self._ends(result, "SUCCESS", timeout)
+        return self._ends(result, "SUCCESS")
 
-    def fails(self, result: AsyncResult[Any], timeout: float = 20) -> Any:
+    def fails(self, result: AsyncResult[Any]) -> Any:
         """Wait for FAILURE; return the exception."""
-        return self._ends(result, "FAILURE", timeout)
+        return self._ends(result, "FAILURE")
 
-    def _ends(self, result: AsyncResult[Any], state: str, timeout: float) -> Any:
+    def _ends(self, result: AsyncResult[Any], state: str) -> Any:
         wait_for(
             lambda: result.state in ("SUCCESS", "FAILURE"),
-            timeout,
+            30,
             lambda: f"{state}, is {result.state}, ledger: {self.ledger.entries()}",
             interval=0.05,
         )
@@ -130,35 +95,19 @@ class Stage:
         value = self.succeeds(result)
         assert self.effects(key) == 1, self.ledger.entries()
         assert self.state(key, task) is State.COMPLETED
-        again = self.send(task, key)
-        assert self.succeeds(again) == value
+        assert self.succeeds(self.publish(task, key)) == value
         assert self.effects(key) == 1, self.ledger.entries()
-
-    def queued(self) -> int:
-        """How many messages wait in the queue (RabbitMQ)."""
-        with Connection(self.broker) as connection, connection.channel() as channel:
-            return int(channel.queue_declare(self.queue, passive=True).message_count)  # type: ignore[attr-defined]
-
-
-def _in_log(worker: Worker, line: str) -> bool:
-    return line in worker.log
-
-
-@pytest.fixture
-def backend(redis_url: str, prefix: str) -> tuple[str, dict[str, Any]]:
-    """A result backend that no test breaks, and its settings."""
-    return redis_url, {"result_backend_transport_options": {"global_keyprefix": prefix}}
 
 
 @pytest.fixture
 def set_stage(
     start_worker: Callable[..., Worker],
     ledger: Ledger,
-    rabbitmq_url: str,
+    rabbitmq: RabbitMQ,
     rabbitmq_queue: str,
     private_redis: EmbeddedRedis,
     redis_proxy: Proxy,
-    backend: tuple[str, dict[str, Any]],
+    databases: Iterator[str],
 ) -> Iterator[Callable[..., Stage]]:
     """Set the stage: broker RabbitMQ, the store behind ``redis_proxy``, leases of 30 s unless told otherwise.
 
@@ -167,46 +116,46 @@ def set_stage(
     made: list[Stage] = []
 
     def make(
-        *,
-        broker: str = rabbitmq_url,
-        worker_broker: str = "",
-        backend_url: str | None = backend[0],
-        store: str = "",
-        direct: str = private_redis.url(),
-        together: bool = False,
-        **conf: Any,
+        *, store: str = "", direct: str = private_redis.url(), together: bool = False, **conf: Any
     ) -> Stage:
-        store = store or redis_proxy.url()
+        behind = {"idempotency_store": store or redis_proxy.url()}
+        if "worker_broker" in conf:
+            behind["broker_url"] = conf.pop("worker_broker")
         if together:
-            backend_url = direct
-        elif backend_url == backend[0]:
-            conf = {**backend[1], **conf}
-        made.append(
-            Stage(
-                start_worker=start_worker,
-                ledger=ledger,
-                broker=broker,
-                worker_broker=worker_broker or broker,
-                backend=backend_url,
-                worker_backend=store.partition("?")[0] if together else "",
-                store=store,
-                direct=direct,
-                queue=rabbitmq_queue,
-                conf={"idempotency_lease": 30, **conf},
-            )
+            behind["result_backend"] = behind["idempotency_store"].partition("?")[0]
+        settings = {
+            "broker_url": rabbitmq.url,
+            "broker_connection_retry_on_startup": True,
+            # What a lost connection to the broker costs shall be known, not found out.
+            "broker_connection_timeout": 2,
+            "result_backend": direct if together else next(databases),
+            "task_default_queue": rabbitmq_queue,
+            "idempotency_store": direct,
+            "idempotency_sweep_interval": None,
+            "idempotency_lease": 30,
+            **conf,
+        }
+        stage = Stage(
+            broker="rabbitmq",
+            settings=settings,
+            ledger=ledger,
+            app=app_module.make_app(settings),
+            redis=redis.Redis.from_url(settings["result_backend"]),
+            new_queue=rabbitmq.queue,
+            start=start_worker,
+            behind=behind,
         )
-        return made[-1]
+        made.append(stage)
+        return stage
 
     yield make
     for each in made:
-        each.client.close()
+        each.close()
 
 
 @pytest.fixture
 def digests(private_redis: EmbeddedRedis) -> dict[str, bytes]:
     """By verb, the bytes that its requests contain; the server knows every script."""
-    import redis
-
     client = redis.Redis.from_url(private_redis.url())
     for digest, source in SOURCES.items():
         assert client.script_load(source) == digest.decode()

@@ -51,19 +51,19 @@ class TestLimits:
         stage.worker(arguments=["--time-limit", "1"] if given == "command line" else [])
         options = {"time_limit": 1} if given == "message" else {}
         mood, gate = ("kills", "") if given.startswith("none") else ("", "never")
-        stage.send("work", "k", mood, gate, **options)
+        stage.publish("work", "k", mood, gate, **options)
         # SIGTERM ends each run, and comes before SIGKILL: the run must not take it for a shutdown.
         wait_for(lambda: stage.state("k") is State.FAILED, SOON, "the key to be FAILED")
         assert stage.starts("k") == 4
         assert stage.effects("k") == 0
         assert stage.record("k").crashes == 4
-        assert type(stage.fails(stage.send("work", "k"))) is TooManyCrashes
-        assert stage.queued() == 0
+        assert type(stage.fails(stage.publish("work", "k"))) is TooManyCrashes
+        assert stage.length() == 0
 
 
 class TestRevokes:
     def revoke(self, stage: Stage, task_id: str, number: str, **options: Any) -> None:
-        stage.client.control.revoke(task_id, terminate=True, signal=number, **options)
+        stage.app.control.revoke(task_id, terminate=True, signal=number, **options)
 
     @pytest.mark.parametrize(
         # Killed: test_undertaker.py.
@@ -73,20 +73,20 @@ class TestRevokes:
     def test_a_terminated_child_leaves_the_key_free(self, set_stage: SetStage, number: str):
         stage = set_stage(idempotency_lease=LONG)
         worker = stage.worker()
-        victim = stage.send("work", "k", "hangs once")
+        victim = stage.publish("work", "k", "hangs once")
         child = stage.started("k")
         self.revoke(stage, victim.id, number)
         wait_for(lambda: not alive(child), what="the child to end")
         # The loss of a child is noticed at once or, by a timer of the pool's, after 5 s.
         wait_for(lambda: f"{child} exited" in worker.log or free(stage, "k"), SOON, "notice of it")
         wait_for(lambda: free(stage, "k"), SOON, "the key to be free")
-        stage.ran_once("k", stage.send("work", "k"))
+        stage.ran_once("k", stage.publish("work", "k"))
         assert revoked(victim)
 
     def test_a_child_that_ignores_the_signal_keeps_its_claim(self, set_stage: SetStage):
         stage = set_stage()
         worker = stage.worker()
-        victim = stage.send("work", "k", "", "gate")
+        victim = stage.publish("work", "k", "", "gate")
         child = stage.started("k")
         before = stage.record("k")
         self.revoke(stage, victim.id, "SIGINT")
@@ -101,7 +101,7 @@ class TestRevokes:
         stage.open("gate")
         wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run to end")
         assert stage.told("interrupted", "k") == 0
-        duplicate = stage.send("work", "k")
+        duplicate = stage.publish("work", "k")
         assert stage.succeeds(duplicate) == f"done by {victim.id}"
         assert stage.effects("k") == 1
 
@@ -110,13 +110,13 @@ class TestShutdown:
     def test_a_cold_one_gives_the_key_back_and_the_redelivery_runs(self, set_stage: SetStage):
         stage = set_stage()
         worker = stage.worker()
-        result = stage.send("work", "k", "hangs once")
+        result = stage.publish("work", "k", "hangs once")
         stage.started("k")
         worker.send_signal(signal.SIGQUIT)
         worker.wait()
         assert free(stage, "k")
         assert stage.told("released", "k") + stage.told("interrupted", "k") >= 1
-        assert stage.queued() == 1
+        assert stage.length() == 1
         worker.start()
         stage.ran_once("k", result)
         assert stage.starts("k") == 2
@@ -128,7 +128,7 @@ class TestShutdown:
     ):
         stage = set_stage(worker_soft_shutdown_timeout=5 if in_time else 1)
         worker = stage.worker()
-        result = stage.send("work", "k", "" if in_time else "hangs once", "gate")
+        result = stage.publish("work", "k", "" if in_time else "hangs once", "gate")
         stage.started("k")
         worker.send_signal(signal.SIGQUIT)
         stage.says(worker, "Soft Shutdown")
@@ -136,10 +136,10 @@ class TestShutdown:
         worker.wait()
         if in_time:
             assert stage.state("k") is State.COMPLETED
-            assert stage.queued() == 0
+            assert stage.length() == 0
         else:
             assert free(stage, "k")
-            assert stage.queued() == 1
+            assert stage.length() == 1
         worker.start()
         stage.ran_once("k", result)
         assert stage.starts("k") == (1 if in_time else 2)
@@ -155,10 +155,10 @@ def test_a_retry_that_celery_sends_for_a_lost_child_runs_under_the_same_key(
     """``task_retry_on_worker_lost``"""
     stage = set_stage()
     worker = stage.worker()
-    result = stage.send(task, "k", "hangs once")
+    result = stage.publish(task, "k", "hangs once")
     worker.kill_child(stage.started("k"))
     stage.ran_once("k", result, task=task)
     assert stage.starts("k") == 2
     assert stage.ledger.count("retries 1", "k") == 1, "a retry, and no redelivery"
     assert stage.record("k", task).crashes == 1
-    assert stage.queued() == 0
+    assert stage.length() == 0

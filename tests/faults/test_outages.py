@@ -37,11 +37,11 @@ class TestOfTheStoreDuringARun:
     ):
         stage = set_stage(idempotency_lease=4, worker_prefetch_multiplier=1)
         worker = stage.worker()
-        result = stage.send("work", "k", "", "gate")
+        result = stage.publish("work", "k", "", "gate")
         stage.started("k")
         # Somebody else, whose store never fails, looks for an end of this claim all the time.
         stage.worker("other", conf={"idempotency_store": private_redis.url()})
-        again = stage.send("work", "k")
+        again = stage.publish("work", "k")
         wait_for(lambda: stage.told("conflicted", "k"), what="the conflict")
         before = the_record(stage, "k")
         redis_proxy.refuse()
@@ -65,7 +65,7 @@ class TestOfTheStoreDuringARun:
             stage.worker(concurrency=4)
             # Two end while their store is away, two outlive it.
             gates = {"a": "now", "b": "now", "c": "later", "d": "later"}
-            sent = {key: stage.send("work", key, "", gate) for key, gate in gates.items()}
+            sent = {key: stage.publish("work", key, "", gate) for key, gate in gates.items()}
             before = {}
             for key in sent:
                 stage.started(key)
@@ -73,9 +73,9 @@ class TestOfTheStoreDuringARun:
             proxy.refuse()
             persistent_redis.kill()
             persistent_redis.start()
-            store = get_store(stage.client)
+            store = get_store(stage.app)
             wait_for(lambda: store.stats().stale == len(sent), what="the ends of the leases")
-            sweep(stage.client)
+            sweep(stage.app)
             assert {stage.state(key) for key in sent} == {State.INTERRUPTED}
             stage.open("now")
             wait_for(lambda: stage.effects("a") and stage.effects("b"), what="two runs to end")
@@ -95,7 +95,7 @@ class TestOfTheStoreDuringARun:
         # Time enough to wait for the store that a wait would be seen.
         stage = set_stage(store=f"{private_redis.url()}?socket_timeout=25")
         worker = stage.worker(concurrency=2)
-        result = stage.send("work", "k", "hangs once")
+        result = stage.publish("work", "k", "hangs once")
         child = stage.started("k")
         private_redis.freeze()
         worker.kill_child(child)
@@ -104,7 +104,7 @@ class TestOfTheStoreDuringARun:
             30,
             "the child to be replaced",
         )
-        stage.send("hold", "")
+        stage.publish("hold", "")
         wait_for(lambda: stage.ledger.count("held"), 8, "another task to run")
         private_redis.thaw()
         stage.ran_once("k", result)
@@ -129,11 +129,11 @@ class TestOfMemory:
     ):
         stage = set_stage(idempotency_lease=2)
         worker = stage.worker(concurrency=2)
-        inside = stage.send("work", "inside", "", "gate")
+        inside = stage.publish("work", "inside", "", "gate")
         stage.started("inside")
         set_limit(1)
         before = deadline(stage, "inside")
-        outside = stage.send("work", "outside")
+        outside = stage.publish("work", "outside")
         wait_for(lambda: f"work[{outside.id}] did not run" in worker.log, what="the refusal")
         # Not a fault of the settings: it tries again.
         stage.says(worker, "cannot serve us at the moment", "used memory > 'maxmemory'")
@@ -150,26 +150,24 @@ class TestOfMemory:
 
 class TestOfTheResultBackend:
     def test_a_result_that_could_not_be_handed_in_is_not_worked_for_again(
-        self, set_stage: SetStage, redis_url: str, prefix: str
+        self, set_stage: SetStage
     ):
-        address = urlsplit(redis_url)
-        with Proxy(address.hostname or "127.0.0.1", address.port or 6379) as results:
-            stage = set_stage()
-            options = {
-                "global_keyprefix": prefix,
-                "retry_policy": {"max_retries": 1, "interval_start": 0.1, "interval_step": 0},
-            }
+        stage = set_stage()
+        address = urlsplit(stage.settings["result_backend"])
+        with Proxy("127.0.0.1", address.port or 6379) as results:
+            policy = {"max_retries": 1, "interval_start": 0.1, "interval_step": 0}
+            options = {"retry_policy": policy}
             behind = address._replace(netloc=f"127.0.0.1:{results.port}").geturl()
             worker = stage.worker(
                 conf={"result_backend": behind, "result_backend_transport_options": options}
             )
-            lost = stage.send("work", "k", "", "gate")
+            lost = stage.publish("work", "k", "", "gate")
             stage.started("k")
             results.refuse()
             stage.open("gate")
             wait_for(lambda: stage.state("k") is State.COMPLETED, what="the settle")
             wait_for(lambda: "Connection refused" in worker.log, 30, "the result to be refused")
             results.heal()
-            again = stage.send("work", "k")
-            assert stage.succeeds(again, 30) == f"done by {lost.id}"
+            again = stage.publish("work", "k")
+            assert stage.succeeds(again) == f"done by {lost.id}"
             assert stage.starts("k") == stage.effects("k") == 1

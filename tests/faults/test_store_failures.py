@@ -34,7 +34,7 @@ def test_down_before_the_claim_nothing_runs_until_it_is_back(
     stage = set_stage()
     worker = stage.worker(concurrency=3)
     redis_proxy.refuse()
-    sent = {name: stage.send(name, name) for name in ("work", "early", "never_retried")}
+    sent = {name: stage.publish(name, name) for name in ("work", "early", "never_retried")}
     for name, result in sent.items():
         stage.says(worker, f"{name}[{result.id}] did not run: store error (2 so far)")
         assert result.state == "PENDING"
@@ -45,7 +45,7 @@ def test_down_before_the_claim_nothing_runs_until_it_is_back(
         assert stage.ledger.count("retries 0", name) == 1
         stage.ran_once(name, result, task=name)
         assert stage.told("store_failed", name) >= 2
-    assert stage.queued() == 0
+    assert stage.length() == 0
 
 
 def test_store_and_broker_down_together_lose_nothing(
@@ -63,7 +63,7 @@ def test_store_and_broker_down_together_lose_nothing(
         worker = stage.worker(concurrency=2)
         # Both in their claims, and the early one acknowledged: the broker has forgotten it.
         redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
-        sent = {name: stage.send(name, name) for name in ("work", "early")}
+        sent = {name: stage.publish(name, name) for name in ("work", "early")}
         wait_for(lambda: redis_proxy.swallowed == 2, what="both to ask for their keys")
         wait_for(lambda: active(stage) == {r.id for r in sent.values()}, what="both to be accepted")
         broker.refuse()
@@ -80,7 +80,7 @@ def test_store_and_broker_down_together_lose_nothing(
 
 def active(stage: Stage) -> set[str]:
     """Return the ids of the tasks that a child has accepted; with early acks they are acknowledged by then."""
-    found = stage.client.control.inspect(timeout=0.3).active() or {}
+    found = stage.app.control.inspect(timeout=0.3).active() or {}
     return {task["id"] for tasks in found.values() for task in tasks}
 
 
@@ -93,14 +93,14 @@ def test_one_redis_for_store_and_broker_down_loses_nothing(
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     }
-    stage = set_stage(broker=url, store=url, direct=url, broker_transport_options=visibility)
+    stage = set_stage(broker_url=url, store=url, direct=url, broker_transport_options=visibility)
     worker = stage.worker()
     (child,) = worker.children()
     worker.freeze(child)
-    sent = stage.send("work", "work")
+    sent = stage.publish("work", "work")
     # Once the main process takes another message, the first is in the pipe of the child.
     stage.says(worker, f"work[{sent.id}] received")
-    stage.says(worker, f"work[{stage.send('work', 'behind').id}] received")
+    stage.says(worker, f"work[{stage.publish('work', 'behind').id}] received")
     persistent_redis.kill()
     worker.thaw(child)
     stage.says(worker, f"work[{sent.id}] reject requeue=True")
@@ -119,7 +119,7 @@ def test_down_between_claim_and_settle_the_settle_is_tried_until_it_is_back(
 ):
     stage = set_stage(idempotency_lease=12, together=together)
     stage.worker()
-    result = stage.send("work", "k", "", "gate")
+    result = stage.publish("work", "k", "", "gate")
     stage.started("k")
     redis_proxy.refuse()
     stage.open("gate")
@@ -140,7 +140,7 @@ def test_down_for_longer_than_a_lease_is_told_and_the_task_succeeds(
 ):
     stage = set_stage(idempotency_lease=2)
     worker = stage.worker()
-    result = stage.send("work", "k", "", "gate")
+    result = stage.publish("work", "k", "", "gate")
     stage.started("k")
     redis_proxy.refuse()
     stage.open("gate")
@@ -160,7 +160,7 @@ def test_no_result_is_left_to_celery_where_nothing_happens(
         stage = set_stage(together=True)
         stage.worker()
         for key in "abc":
-            assert stage.succeeds(stage.send("work", key))
+            assert stage.succeeds(stage.publish("work", key))
         assert "cmdstat_multi" not in client.info("commandstats")
 
 
@@ -169,12 +169,12 @@ def test_a_late_worker_stores_no_result_and_tells_nobody(
 ):
     stage = set_stage(idempotency_lease=1, worker_prefetch_multiplier=1, together=True)
     stage.worker("cut_off")
-    late = stage.send("work", "k", "", "gate")
+    late = stage.publish("work", "k", "", "gate")
     stage.started("k")
     url = private_redis.url()
     stage.worker("well", conf={"idempotency_store": url, "result_backend": url})
     redis_proxy.refuse()
-    winner = stage.send("work", "k")
+    winner = stage.publish("work", "k")
     assert stage.succeeds(winner) == f"done by {winner.id}"
     with redis.Redis.from_url(url) as client, closing(States(client, late.id)) as states:
         redis_proxy.heal()
@@ -199,14 +199,14 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
     for verb in ("claim", "settle"):
         lost = redis_proxy.swallowed
         redis_proxy.swallow_replies(digests[verb], times=times, silent=silent)
-        stage.ran_once(verb, stage.send("work", verb))
+        stage.ran_once(verb, stage.publish("work", verb))
         assert redis_proxy.swallowed == lost + times
         stage.tells("settled", verb)
     redis_proxy.swallow_replies(digests["release"], times=times, silent=silent)
-    stage.fails(stage.send("work", "release", "fails once"))
+    stage.fails(stage.publish("work", "release", "fails once"))
     assert redis_proxy.swallowed == lost + 2 * times
     assert stage.record("release") is None
-    stage.ran_once("release", stage.send("work", "release", "fails once"))
+    stage.ran_once("release", stage.publish("work", "release", "fails once"))
     assert stage.ledger.count("conflicted") == 0
     for verb in ("claim", "settle", "release"):
         assert (stage.record(verb).attempts, stage.record(verb).crashes) == (1, 0)
@@ -214,7 +214,7 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
 
 def warm_up(stage: Stage, children: int) -> None:
     """Have each child connect: a new connection to a frozen server would not get as far as the claim."""
-    warm = [stage.send("work", f"warm {n}", "", "warm") for n in range(children)]
+    warm = [stage.publish("work", f"warm {n}", "", "warm") for n in range(children)]
     for n in range(children):
         stage.started(f"warm {n}")
     stage.open("warm")
@@ -239,7 +239,7 @@ def test_claims_without_an_answer_cost_neither_a_lease_nor_a_crash(
         private_redis.freeze()
     else:
         redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
-    sent = {key: stage.send("work", key) for key in ("a", "b", "c")}
+    sent = {key: stage.publish("work", key) for key in ("a", "b", "c")}
     for key in sent:
         wait_for(partial(stage.told, "store_failed", key), 30, "a claim that is given up")
     private_redis.thaw()
@@ -257,7 +257,7 @@ def test_a_process_that_ends_takes_back_its_claim_without_an_answer(
     (child,) = worker.children()
     warm_up(stage, 1)
     private_redis.freeze()
-    result = stage.send("work", "k")
+    result = stage.publish("work", "k")
     wait_for(lambda: active(stage) == {result.id}, what="the task to be accepted")
     time.sleep(0.3)  # the claim is on its way: nothing tells
     os.kill(child, signal.SIGTERM)
@@ -274,7 +274,7 @@ def test_a_wrong_password_runs_nothing_loses_nothing_and_is_not_logged(
     store = redis_proxy.url().replace("//", f"//:{secret}@")
     stage = set_stage(store=store)
     worker = stage.worker()
-    result = stage.send("work", "k")
+    result = stage.publish("work", "k")
     stage.says(worker, f"work[{result.id}] did not run")
     (line, *_) = [line for line in worker.log.splitlines() if "did not run" in line]
     assert "ERROR" in line

@@ -26,7 +26,7 @@ class TestInTheSettle:
     """The effect happened, and its settle does not get through: nothing may release the key."""
 
     def stuck(self, stage: Stage, proxy: Proxy, digests: Digests) -> tuple[AsyncResult[str], int]:
-        result = stage.send("work", "k", "", "gate")
+        result = stage.publish("work", "k", "", "gate")
         child = stage.started("k")
         proxy.lose_requests(digests["settle"], times=None)
         stage.open("gate")
@@ -75,7 +75,7 @@ class TestInTheClaim:
         worker = stage.worker()
         (child,) = worker.children()
         redis_proxy.swallow_replies(digests["claim"], silent=True)
-        result = stage.send("work", "k")
+        result = stage.publish("work", "k")
         wait_for(lambda: redis_proxy.swallowed, what="the claim to be executed")
         assert stage.state("k") is State.PROCESSING
         os.kill(child, number)
@@ -83,7 +83,7 @@ class TestInTheClaim:
             assert type(stage.fails(result)).__name__ == "SoftTimeLimitExceeded"
             assert stage.record("k") is None
             assert stage.starts("k") == 0
-            result = stage.send("work", "k")
+            result = stage.publish("work", "k")
         stage.ran_once("k", result)
         record = stage.record("k")
         assert record is not None
@@ -99,7 +99,7 @@ class TestInTheRelease:
     ):
         stage = set_stage()
         worker = stage.worker()
-        result = stage.send("work", "k", how, "gate")
+        result = stage.publish("work", "k", how, "gate")
         stage.started("k")
         redis_proxy.refuse()
         stage.open("gate")
@@ -109,7 +109,7 @@ class TestInTheRelease:
             assert repr(stage.fails(result)) == "ValueError('k')"
             assert stage.state("k") is State.PROCESSING
         redis_proxy.heal()
-        stage.ran_once("k", result if retries else stage.send("work", "k"))
+        stage.ran_once("k", result if retries else stage.publish("work", "k"))
         assert (stage.starts("k"), stage.record("k").crashes) == (2, 0)
         assert stage.ledger.count("retries 1", "k") == retries
 
@@ -124,8 +124,8 @@ class TestAfterTheBody:
         stage = set_stage()
         worker = stage.worker()
         (child,) = worker.children()
-        hold = stage.client.tasks["hold"]
-        result = stage.send("struck", "k", 2, link=hold.s() if linked else None)
+        hold = stage.app.tasks["hold"]
+        result = stage.publish("struck", "k", 2, link=hold.s() if linked else None)
         assert stage.succeeds(result) == "struck"
         assert stage.state("k", "struck") is State.COMPLETED
         if not linked:
@@ -142,6 +142,6 @@ class TestAfterTheBody:
     ):
         stage = set_stage()
         stage.worker()
-        assert stage.succeeds(stage.send("calls", "k", task, 1)) == "limited"
+        assert stage.succeeds(stage.publish("calls", "k", task, 1)) == "limited"
         assert stage.effects("inner k") == effects
         assert stage.state("inner k", task) is state

@@ -100,7 +100,7 @@ def test_it_lets_nobody_in_before_the_child_is_gone(set_stage: Callable[..., Sta
     stage = set_stage()
     stage.worker()
     # The limit is announced at once; a child that is deaf to SIGTERM lives for another 0.1 s.
-    late = stage.send("work", "k", "hangs deaf once", time_limit=2)
+    late = stage.publish("work", "k", "hangs deaf once", time_limit=2)
     child = stage.started("k")
     lived = True
 
@@ -116,5 +116,5 @@ def test_it_lets_nobody_in_before_the_child_is_gone(set_stage: Callable[..., Sta
     assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
     assert stage.record("k").crashes == 1
     stage.tells("interrupted", "k")
-    stage.ran_once("k", stage.send("work", "k"))
-    assert stage.queued() == 0
+    stage.ran_once("k", stage.publish("work", "k"))
+    assert stage.length() == 0
