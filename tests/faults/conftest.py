@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -46,7 +47,7 @@ class Stage(sites.Site):
         """Wait until the log of a worker has all these."""
         for line in lines:
             what = f"{line!r} in the log of {worker.name}"
-            wait_for(lambda line=line: line in worker.log, timeout, what)
+            wait_for(partial(_in_log, worker, line), timeout, what)
 
     def state(self, key: str, task: str = "work") -> State | None:
         record = self.record(key, task)
@@ -97,6 +98,10 @@ class Stage(sites.Site):
         assert self.state(key, task) is State.COMPLETED
         assert self.succeeds(self.publish(task, key)) == value
         assert self.effects(key) == 1, self.ledger.entries()
+
+
+def _in_log(worker: Worker, line: str) -> bool:
+    return line in worker.log
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def _attend(asking: socket.socket) -> list[str]:
         return _become(request, *fds)
     os.close(*fds)
     asking.send(str(pid).encode())
-    if asking in select.select([asking, os.pidfd_open(pid)], (), ())[0]:
+    if asking.fileno() in select.select([asking.fileno(), os.pidfd_open(pid)], (), ())[0]:
         for kill in (os.kill, os.killpg):  # it has a group of its own once it has come to setsid()
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
