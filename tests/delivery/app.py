@@ -27,6 +27,7 @@ from celery.signals import (
     task_received,
     task_revoked,
     worker_init,
+    worker_process_init,
     worker_ready,
 )
 from kombu import Exchange, Queue
@@ -102,7 +103,6 @@ def _define(app: Celery) -> None:
     kept = {**refusing, "idempotency_keep_message": True}
     idempotent(name="refused_once", idempotency_key="key", **kept)(refused_once)
 
-    idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
     once: dict[str, Any] = {"idempotency_key": "key", "idempotency_publish_once": True}
     idempotent(name="once", **once)(work)
     idempotent(name="once_unretained", idempotency_retention=0, **once)(work)
@@ -372,6 +372,16 @@ def _claim_before_fork(**_: Any) -> None:
     locked.wait()
 
 
+def _serve_metrics(app: Celery, port: int) -> None:
+    from prometheus_client import Gauge
+
+    from celery_idempotent import metrics
+
+    children = Gauge("children", "Processes of the pool that live.", multiprocess_mode="livesum")
+    metrics.serve(app, port, addr="127.0.0.1")
+    worker_process_init.connect(lambda **_: children.set(1), weak=False)
+
+
 app: Celery | None = None
 
 if _wanted := wanted():
@@ -382,5 +392,7 @@ if _wanted := wanted():
         _note_messages()
         for _outcome, _signal in signals.OUTCOMES.items():
             _signal.connect(partial(_note, _outcome), weak=False)
+    if port := _wanted.get("metrics_port"):
+        _serve_metrics(app, port)
     if _wanted.get("claim_before_fork"):
         worker_init.connect(_claim_before_fork, weak=False)

@@ -1,4 +1,4 @@
-"""The tasks of the scenarios: what they call and put into canvases, classes of their own, and ends and retries."""
+"""The app of both sides, which a worker makes from its environment and a test for itself, and its tasks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import random
 import signal
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery, chain, group, signature
 from celery.exceptions import Ignore, Reject
-from celery.utils.log import get_task_logger
 from celery.worker.request import Request
 
-from tests.delivery.recorder import note
+from tests.delivery.recorder import Recorder, note, watch
+from tests.support.apps import wait_at, wanted
 
-logger = get_task_logger(__name__)
+PLAIN = "celery.app.task:Task"
+OURS = "celery_idempotent:IdempotentTask"
 
 
-def register(app: Celery) -> None:
-    """Define them on an app, whose own class they inherit from."""
+def make_app(task_cls: str, conf: dict[str, Any]) -> Celery:
+    """Return an app with every task of the scenarios, all of the given class."""
+    app = Celery("documented", task_cls=task_cls, set_as_current=False)
+    app.conf.update(conf)
     _register_classes(app)
     _register_options(app)
     task = partial(app.task, shared=False)
@@ -35,6 +37,7 @@ def register(app: Celery) -> None:
     task(name="tests.fence", ignore_result=True)(nothing)
     task(name="tests.untyped", typing=False)(add)
     task(name="tests.elsewhere")(nothing)
+    return app
 
 
 def add(x: Any, y: Any = 0) -> Any:
@@ -117,13 +120,6 @@ def show(self: Any, *args: Any) -> Any:
 def spawns(self: Any, add_to_parent: bool) -> str:
     result = self.app.tasks["tests.add"].apply_async((1, 1), add_to_parent=add_to_parent)
     return str(result.id)
-
-
-def wait_at(gate: str) -> None:
-    """Wait until the scenario opens its gate."""
-    give_up = time.monotonic() + 60
-    while not Path(gate).exists() and time.monotonic() < give_up:
-        time.sleep(0.01)
 
 
 def replaced(self: Any, how: str, x: Any) -> Any:
@@ -379,3 +375,10 @@ def waits_once(key: str, gate: str) -> str:
     note("keyed", key)
     wait_at(gate)
     return "done"
+
+
+if _wanted := wanted():
+    app = make_app(_wanted["task_cls"], _wanted["settings"])
+    app.set_default()
+    app.set_current()
+    watch(Recorder(_wanted["record"]))

@@ -59,6 +59,6 @@ def scenario(
 
 def everything() -> list[Scenario]:
     """Return all scenarios, of every module and for every Celery."""
-    for name in ("calling", "retrying", "options", "classes", "canvas"):
+    for name in ("calling", "working", "canvas"):
         import_module(f"tests.delivery.{name}")
     return list(_all)

@@ -15,9 +15,9 @@ from typing import Any
 from celery import Celery
 from celery.result import GroupResult
 
-from tests.delivery.beside_app import OURS, PLAIN, VARIABLE, make_app
+from tests.delivery.beside_tasks import OURS, PLAIN, make_app
 from tests.delivery.recorder import Recorder, here
-from tests.support.apps import close_app, forget_results
+from tests.support.apps import close_app, environment, forget_results
 from tests.support.ledger import Growing
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
@@ -66,14 +66,13 @@ class Side:
         def worker(name: str, queue: str, concurrency: int) -> Worker:
             # What is said to all workers is for the first alone: two would both store that a task is revoked.
             own = {**conf, "control_exchange": f"{name}.pidbox"}
-            given = {"task_cls": task_cls, "conf": own, "record": str(self.recorder.path)}
             return Worker(
-                "tests.delivery.beside_app",
+                "tests.delivery.beside_tasks",
                 directory=directory,
                 name=name,
                 concurrency=concurrency,
                 queues=(queue,),
-                env={VARIABLE: json.dumps(given)},
+                env=environment(own, task_cls=task_cls, record=str(self.recorder.path)),
                 # The last name counts.
                 arguments=("-E", "-n", f"{name}@localhost", "-Ofair"),
             )

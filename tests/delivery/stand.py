@@ -207,7 +207,8 @@ def open_stand(
             "result_backend": f"tests.delivery.histories_app:Backend+{server.url(1)}",
             "idempotency_store": server.url(2),
             "idempotency_sweep_interval": None,
-            "idempotency_lease": 30,
+            # Longer than any history: a child that is lost costs its key no lease.
+            "idempotency_lease": 600,
             "longest_pause": 2.0,
             **more,
         }

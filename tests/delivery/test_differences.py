@@ -18,7 +18,7 @@ import redis
 from celery import Celery, chain
 
 from celery_idempotent import InvalidKey, InvalidOption
-from tests.delivery.beside_app import OURS, PLAIN
+from tests.delivery.beside_tasks import OURS, PLAIN
 from tests.delivery.comparison import differences
 from tests.delivery.recorder import unwatch, watch
 from tests.delivery.scenario import CELERY, Scenario, everything

@@ -2,102 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from celery_idempotent import State
-from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
+from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
-
-if TYPE_CHECKING:
-    from tests.delivery.conftest import Site
-    from tests.support.ledger import Entry
-    from tests.support.sites import Gate, Message
-    from tests.support.workers import Worker
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
 LEASE = 2
 
 
-class TestARunFrozenPastItsLease:
-    """It wakes up, finishes, and learns that it is late: nothing of it is kept."""
+def test_a_run_frozen_past_its_lease_answers_as_the_redelivery_of_its_own_message(
+    broker, open_site, key, gate
+):
+    """It wakes up, finishes, and learns that it is late: nothing of it is kept.
 
-    def begin(self, site: Site, key: str, gate: Gate) -> tuple[Message, Entry, Worker]:
-        """Start a run; return its message, what it noted, and its worker."""
-        workers = site.workers(2, concurrency=1)
-        message = site.message("keyed", key, 0.0, gate.path)
-        site.deliver(message)
-        begun = wait_for(lambda: site.ledger.entries("start", key), 20, "a run")[0]
-        return message, begun, next(each for each in workers if begun.pid in each.children())
+    Redis gives the message back after the visibility timeout, RabbitMQ when it misses the worker's heartbeat.
+    """
+    frozen: dict[str, Any] = {"broker_heartbeat": 2}
+    if broker == "redis":
+        frozen = {"broker_transport_options": IMPATIENT}
+    site = open_site(broker, idempotency_lease=LEASE, **frozen)
+    workers = site.workers(2, concurrency=1)
+    message = site.message("keyed", key, 0.0, gate.path)
+    result = site.deliver(message)
+    begun = wait_for(lambda: site.ledger.entries("start", key), 20, "a run")[0]
+    loser = next(each for each in workers if begun.pid in each.children())
+    states = site.states(message.task_id)
+    loser.freeze()
+    (winner,) = wait_for(lambda: site.ledger.entries("start", key)[1:], 30, "the other worker")
+    assert winner.pid != begun.pid
+    assert winner.time - begun.time > LEASE - 0.5  # the claim came a little before the run
+    assert winner.task_id == begun.task_id
+    gate.open()
+    answer = result.get(timeout=20)
+    assert answer["pid"] == winner.pid
+    settled = site.record("keyed", key)
+    assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
 
-    def takeover(self, site: Site, key: str, begun: Entry) -> Entry:
-        """Wait until the other worker has the key."""
-        runs = wait_for(lambda: site.ledger.entries("start", key)[1:], 30, "the other worker")
-        assert len(runs) == 1
-        assert runs[0].pid != begun.pid
-        assert runs[0].time - begun.time > LEASE - 0.5  # the claim came a little before the run
-        return runs[0]
-
-    def refused(self, site: Site, key: str, begun: Entry, loser: Worker, answer: Any) -> None:
-        """Wait for the end of the run that was frozen; make sure that it left no trace."""
-        said = f"Task keyed[{begun.task_id}] succeeded"
-        wait_for(lambda: said in loser.log, 20, "the frozen run to come to its end")
-        assert answer["run"] in loser.log.partition(said)[2].splitlines()[0]
-        assert [each.pid for each in site.ledger.entries("lease_lost", key)] == [begun.pid]
-        assert site.ledger.count("start", key) == site.ledger.count("end", key) == 2
-
-    @pytest.mark.parametrize("broker", [REDIS, RABBITMQ_TOO], indirect=True)
-    def test_answers_as_the_message_that_took_its_key(self, broker, open_site, key, gate):
-        """The process is frozen, its worker is not, so the broker notices nothing: the winner is another message."""
-        site = open_site(broker, idempotency_lease=LEASE)
-        message, begun, loser = self.begin(site, key, gate)
-        states = site.states(message.task_id)
-        loser.freeze(begun.pid)
-        second = site.publish("keyed", key, 0.0, gate.path)
-        winner = self.takeover(site, key, begun)
-        gate.open()
-        answer = second.get(timeout=20)
-        assert (winner.task_id, winner.pid) == (second.id, answer["pid"])
-        settled = site.record("keyed", key)
-        assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
-        assert states.names() == []
-
-        loser.thaw(begun.pid)
-        assert site.result(message.task_id).get(timeout=20) == answer
-        self.refused(site, key, begun, loser, answer)
-        assert site.record("keyed", key) == settled
-        assert [each["result"] for each in states.stored()] == [answer]
-        assert second.get(timeout=30) == answer
-
-    def test_answers_as_the_redelivery_of_its_own_message(self, broker, open_site, key, gate):
-        """Redis gives the message back after the visibility timeout, RabbitMQ when it misses the worker's heartbeat."""
-        frozen = (
-            {"broker_transport_options": IMPATIENT}
-            if broker == "redis"
-            else {"broker_heartbeat": 2}
-        )
-        site = open_site(broker, idempotency_lease=LEASE, **frozen)
-        message, begun, loser = self.begin(site, key, gate)
-        states = site.states(message.task_id)
-        loser.freeze()
-        winner = self.takeover(site, key, begun)
-        assert winner.task_id == begun.task_id
-        gate.open()
-        result = site.result(message.task_id)
-        answer = result.get(timeout=20)
-        assert answer["pid"] == winner.pid
-        settled = site.record("keyed", key)
-        assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
-
-        loser.thaw()
-        self.refused(site, key, begun, loser, answer)
-        assert site.record("keyed", key) == settled
-        stored = states.stored()
-        assert {each["status"] for each in stored} <= {"STARTED", "SUCCESS"}
-        assert all(each["result"] == answer for each in stored if each["status"] == "SUCCESS")
-        assert result.get(timeout=30) == answer
+    loser.thaw()
+    said = f"Task keyed[{begun.task_id}] succeeded"
+    wait_for(lambda: said in loser.log, 20, "the frozen run to come to its end")
+    assert answer["run"] in loser.log.partition(said)[2].splitlines()[0]
+    assert [each.pid for each in site.ledger.entries("lease_lost", key)] == [begun.pid]
+    assert site.ledger.count("start", key) == site.ledger.count("end", key) == 2
+    assert site.record("keyed", key) == settled
+    stored = states.stored()
+    assert {each["status"] for each in stored} <= {"STARTED", "SUCCESS"}
+    assert all(each["result"] == answer for each in stored if each["status"] == "SUCCESS")
+    assert result.get(timeout=30) == answer
 
 
 def test_a_task_longer_than_its_lease_keeps_its_claim_in_children_that_fork_late(open_site, key):

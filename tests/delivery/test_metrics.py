@@ -57,11 +57,11 @@ def serve(
     app = make_app(settings)
 
     def start(*, several: bool = True, **options: Any) -> Scraped:
-        env = environment(settings) | {"METRICS_PORT": str(port)}
+        env = environment(settings, metrics_port=port)
         if several:
             (tmp_path / "prometheus").mkdir()
             env["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "prometheus")
-        worker = start_worker("tests.delivery.metrics_app", env=env, fresh=True, **options)
+        worker = start_worker("tests.delivery.app", env=env, fresh=True, **options)
         return Scraped(app, port, worker)
 
     yield start

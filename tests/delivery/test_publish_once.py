@@ -53,13 +53,6 @@ def test_every_publish_returns_the_first_result_and_one_message_is_published(una
     assert unattended.record("once", key).state is State.QUEUED
 
 
-def test_a_countdown_keeps_the_reservation_for_as_long(unattended, key, short):
-    first = unattended.publish("once", key, countdown=5)
-    time.sleep(2 * short)
-    assert unattended.publish("once", key).id == first.id
-    assert unattended.length() == 1
-
-
 @pytest.mark.parametrize("name", ["once", "once_unretained"])
 def test_a_lapsed_run_is_sent_again_by_one_of_many_calls(open_site, key, gate, name):
     """Its message may be gone. Here it comes back, and so does the owner of the claim, too late."""

@@ -83,18 +83,6 @@ class TestFail:
                 result.get(timeout=30)
         assert site.ledger.count("start", key) == 1
 
-    def test_a_message_that_comes_back_before_the_sweep_does_not_run(self, site, key, gate):
-        """The main process saw its child die, and the message is there at once."""
-        worker = site.worker(concurrency=2)
-        first = site.publish("failed_late", key, 0.0, gate.path)
-        (start,) = wait_for(lambda: site.ledger.entries("start", key), 30, "the run")
-        worker.kill_child(start.pid)
-        with pytest.raises(ProcessingTimedOut, match="did not come back"):
-            first.get(timeout=30)
-        assert site.ledger.count("start", key) == 1
-        record = found(site, "failed_late", key)
-        assert (record.state, record.crashes) == (State.FAILED, 1)
-
 
 class TestRequeue:
     @ON_BOTH
