@@ -22,6 +22,9 @@ from tests.support.servers import EmbeddedRedis, RabbitMQ
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
+#: Is the result backend another Redis, or the store? Then results are stored by the settle.
+TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+
 
 @dataclass
 class Stage(sites.Site):

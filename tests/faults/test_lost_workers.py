@@ -106,43 +106,19 @@ class TestRevokes:
         assert stage.effects("k") == 1
 
 
-class TestShutdown:
-    def test_a_cold_one_gives_the_key_back_and_the_redelivery_runs(self, set_stage: SetStage):
-        stage = set_stage()
-        worker = stage.worker()
-        result = stage.publish("work", "k", "hangs once")
-        stage.started("k")
-        worker.send_signal(signal.SIGQUIT)
-        worker.wait()
-        assert free(stage, "k")
-        assert stage.told("released", "k") + stage.told("interrupted", "k") >= 1
-        assert stage.length() == 1
-        worker.start()
-        stage.ran_once("k", result)
-        assert stage.starts("k") == 2
-
-    @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.5 brought it")
-    @pytest.mark.parametrize("in_time", [True, False])
-    def test_a_soft_one_lets_a_run_finish_in_time_and_is_a_cold_one_then(
-        self, set_stage: SetStage, in_time: bool
-    ):
-        stage = set_stage(worker_soft_shutdown_timeout=5 if in_time else 1)
-        worker = stage.worker()
-        result = stage.publish("work", "k", "" if in_time else "hangs once", "gate")
-        stage.started("k")
-        worker.send_signal(signal.SIGQUIT)
-        stage.says(worker, "Soft Shutdown")
-        stage.open("gate")
-        worker.wait()
-        if in_time:
-            assert stage.state("k") is State.COMPLETED
-            assert stage.length() == 0
-        else:
-            assert free(stage, "k")
-            assert stage.length() == 1
-        worker.start()
-        stage.ran_once("k", result)
-        assert stage.starts("k") == (1 if in_time else 2)
+def test_a_cold_shutdown_gives_the_key_back_and_the_redelivery_runs(set_stage: SetStage):
+    stage = set_stage()
+    worker = stage.worker()
+    result = stage.publish("work", "k", "hangs once")
+    stage.started("k")
+    worker.send_signal(signal.SIGQUIT)
+    worker.wait()
+    assert free(stage, "k")
+    assert stage.told("released", "k") + stage.told("interrupted", "k") >= 1
+    assert stage.length() == 1
+    worker.start()
+    stage.ran_once("k", result)
+    assert stage.starts("k") == 2
 
 
 @pytest.mark.skipif(celery.VERSION[:2] < (5, 7), reason="Celery 5.7 brought it")

@@ -11,7 +11,7 @@ import redis
 from celery_idempotent import get_store
 from celery_idempotent.celery.sweep import sweep
 from celery_idempotent.records import Record, State
-from tests.faults.conftest import Stage
+from tests.faults.conftest import TOGETHER, Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -57,11 +57,13 @@ class TestOfTheStoreDuringARun:
         assert stage.starts("k") == stage.effects("k") == 1
         assert stage.told("lease_lost", "k") == 0
 
+    @TOGETHER
     def test_one_restarted_and_swept_before_the_heartbeats_takes_no_claim_away(
-        self, set_stage: SetStage, persistent_redis: EmbeddedRedis
+        self, set_stage: SetStage, persistent_redis: EmbeddedRedis, together: bool
     ):
+        where = {"direct": persistent_redis.url(), "together": together}
         with Proxy("127.0.0.1", persistent_redis.port) as proxy:
-            stage = set_stage(store=proxy.url(), direct=persistent_redis.url(), idempotency_lease=2)
+            stage = set_stage(store=proxy.url(), **where, idempotency_lease=2)
             stage.worker(concurrency=4)
             # Two end while their store is away, two outlive it.
             gates = {"a": "now", "b": "now", "c": "later", "d": "later"}
@@ -87,7 +89,8 @@ class TestOfTheStoreDuringARun:
                 stage.ran_once(key, result)
                 after = the_record(stage, key)
                 assert (after.token, after.attempts, after.crashes) == (before[key].token, 1, 1)
-                assert stage.told("lease_lost", key) == 0
+                assert stage.told("lease_lost", key) == stage.told("settle_failed", key) == 0
+                stage.tells("settled", key)
 
     def test_one_frozen_when_a_child_is_lost_does_not_hold_up_the_worker(
         self, set_stage: SetStage, private_redis: EmbeddedRedis

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from celery_idempotent.records import State
-from tests.faults.conftest import Stage
+from tests.faults.conftest import TOGETHER, Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -23,29 +22,6 @@ from tests.support.watch import States
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 
 SetStage = Callable[..., Stage]
-
-#: Is the result backend another Redis, or the store? Then results are stored by the settle.
-WHERE = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-
-
-def test_down_before_the_claim_nothing_runs_until_it_is_back(
-    set_stage: SetStage, redis_proxy: Proxy
-):
-    stage = set_stage()
-    worker = stage.worker(concurrency=3)
-    redis_proxy.refuse()
-    sent = {name: stage.publish(name, name) for name in ("work", "early", "never_retried")}
-    for name, result in sent.items():
-        stage.says(worker, f"{name}[{result.id}] did not run: store error (2 so far)")
-        assert result.state == "PENDING"
-    assert stage.ledger.count("start") == 0
-    redis_proxy.heal()
-    for name, result in sent.items():
-        assert stage.succeeds(result) == f"done by {result.id}"
-        assert stage.ledger.count("retries 0", name) == 1
-        stage.ran_once(name, result, task=name)
-        assert stage.told("store_failed", name) >= 2
-    assert stage.length() == 0
 
 
 def test_store_and_broker_down_together_lose_nothing(
@@ -113,57 +89,6 @@ def test_one_redis_for_store_and_broker_down_loses_nothing(
     stage.ran_once("work", sent)
 
 
-@WHERE
-def test_down_between_claim_and_settle_the_settle_is_tried_until_it_is_back(
-    set_stage: SetStage, redis_proxy: Proxy, together: bool
-):
-    stage = set_stage(idempotency_lease=12, together=together)
-    stage.worker()
-    result = stage.publish("work", "k", "", "gate")
-    stage.started("k")
-    redis_proxy.refuse()
-    stage.open("gate")
-    wait_for(lambda: stage.effects("k"), what="the run to end")
-    down = time.monotonic()
-    while time.monotonic() - down < 3:
-        assert result.state == "PENDING"
-        assert stage.state("k") is State.PROCESSING
-        time.sleep(0.2)
-    redis_proxy.heal()
-    stage.ran_once("k", result)
-    stage.tells("settled", "k")
-    assert stage.told("settle_failed", "k") == 0
-
-
-def test_down_for_longer_than_a_lease_is_told_and_the_task_succeeds(
-    set_stage: SetStage, redis_proxy: Proxy
-):
-    stage = set_stage(idempotency_lease=2)
-    worker = stage.worker()
-    result = stage.publish("work", "k", "", "gate")
-    stage.started("k")
-    redis_proxy.refuse()
-    stage.open("gate")
-    assert stage.succeeds(result) == f"done by {result.id}"
-    stage.tells("settle_failed", "k")
-    assert stage.told("settled", "k") == 0
-    (critical,) = [line for line in worker.log.splitlines() if "CRITICAL" in line]
-    assert f"task {result.id} of work key k took effect" in critical
-
-
-def test_no_result_is_left_to_celery_where_nothing_happens(
-    set_stage: SetStage, private_redis: EmbeddedRedis
-):
-    """Nothing but records and results is in this Redis. Celery stores a result by MULTI."""
-    with redis.Redis.from_url(private_redis.url()) as client:
-        client.config_resetstat()
-        stage = set_stage(together=True)
-        stage.worker()
-        for key in "abc":
-            assert stage.succeeds(stage.publish("work", key))
-        assert "cmdstat_multi" not in client.info("commandstats")
-
-
 def test_a_late_worker_stores_no_result_and_tells_nobody(
     set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
 ):
@@ -188,7 +113,7 @@ def test_a_late_worker_stores_no_result_and_tells_nobody(
     "silent",
     [pytest.param(False, id="cut"), pytest.param(True, id="silent", marks=pytest.mark.wide)],
 )
-@WHERE
+@TOGETHER
 def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
     set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], silent: bool, together: bool
 ):
