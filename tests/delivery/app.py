@@ -78,7 +78,6 @@ def _define_faulty(app: Celery) -> None:
         "early": {"acks_late": False},
         "sent_again": {"acks_late": True, **again},
         "sent_again_early": {"acks_late": False, **again},
-        "never_retried": {"max_retries": 0},
     }.items():
         keyed(name=name, base=IdempotentTask, **options)(play)
     for function in (struck, calls):

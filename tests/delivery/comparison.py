@@ -107,25 +107,27 @@ def _traceback(text: str) -> str:
     return " > ".join([*own, lines[-1]])
 
 
-def history(side: Side, scenario: str) -> dict[str, dict[str, Counter[str]]]:
-    """Return what happened to the tasks of a scenario: by name, by kind of trace, how often."""
-    ids = side.ids(scenario)
-    names = {}
-    for task_id in ids:
-        for line in side.lines[task_id]:
-            if line["kind"] == "publish":
-                names[task_id] = line["headers"]["task"]
+def _history(stage: Stage) -> dict[str, Counter[str]]:
+    """Return what the caller saw of a scenario, and what happened to its tasks: by name and kind, how often."""
+    side, ids = stage.side, stage.side.ids(stage.scenario)
+    names = {
+        task_id: line["headers"]["task"]
+        for task_id in ids
+        for line in side.lines[task_id]
+        if line["kind"] == "publish"
+    }
     plain = _Plain(side, names)
-    found: dict[str, dict[str, Counter[str]]] = {}
+    seen = [plain.text(f"{n}. {what}: {value}") for n, (what, value) in enumerate(stage.notes)]
+    found = {"seen by the caller": Counter(seen)}
     for task_id in ids:
-        of_name = found.setdefault(names.get(task_id, "unnamed"), {})
         for kind, trace in _traces(side, task_id).items():
             if trace:
                 shown = plain.value(trace)
                 if kind == "log":  # in order for each process, but not among them
                     shown.sort()
                 text = json.dumps(shown, sort_keys=True, default=repr)
-                of_name.setdefault(kind, Counter())[text] += 1
+                of_kind = found.setdefault(f"{names.get(task_id, 'unnamed')}, {kind}", Counter())
+                of_kind[text] += 1
     return found
 
 
@@ -169,28 +171,11 @@ def _runs(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def differences(plain: Stage, ours: Stage) -> list[str]:
     """Return where two stages of one scenario differ, one line each."""
+    first, second = _history(plain), _history(ours)
     found = []
-    for what, one, other in [("seen by the caller", _notes(plain), _notes(ours))]:
-        found += _compare(what, one, other)
-    first = history(plain.side, plain.scenario)
-    second = history(ours.side, ours.scenario)
-    for name in sorted({*first, *second}):
-        kinds = {*first.get(name, {}), *second.get(name, {})}
-        for kind in sorted(kinds):
-            one = first.get(name, {}).get(kind, Counter())
-            other = second.get(name, {}).get(kind, Counter())
-            found += _compare(f"{name}, {kind}", one, other)
+    for what in sorted({*first, *second}):
+        found += _compare(what, first.get(what, Counter()), second.get(what, Counter()))
     return found
-
-
-def _notes(stage: Stage) -> Counter[str]:
-    names = {}
-    for task_id in stage.side.ids(stage.scenario):
-        for line in stage.side.lines[task_id]:
-            if line["kind"] == "publish":
-                names[task_id] = line["headers"]["task"]
-    plain = _Plain(stage.side, names)
-    return Counter(plain.text(f"{n}. {what}: {v}") for n, (what, v) in enumerate(stage.notes))
 
 
 def _compare(what: str, one: Counter[str], other: Counter[str]) -> list[str]:
