@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import click
@@ -14,7 +12,7 @@ import pytest
 from celery_idempotent.cli import idempotency
 from celery_idempotent.cli.commands import FOUND, UNREACHABLE
 from tests.support.paths import ROOT
-from tests.support.workers import child_environment
+from tests.support.programs import run
 
 PAGE = (ROOT / "docs" / "operating.md").read_text()
 PAGE = PAGE.partition("\n## The command line\n")[2].partition("\n## ")[0]
@@ -89,4 +87,4 @@ def test_the_command_line_starts_without_django_and_without_importing_its_comman
         "done = CliRunner().invoke(celery_idempotent.cli.idempotency, ['forget', '--help'])\n"
         "assert done.exit_code == 0, done.output\n"
     )
-    subprocess.run([sys.executable, "-c", program], env=child_environment(), check=True, timeout=60)
+    run("-c", program)

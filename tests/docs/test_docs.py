@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from importlib import metadata
@@ -27,10 +25,9 @@ from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fi
 from celery_idempotent.records import State
 from docs import generated
 from tests.support.paths import ROOT
-from tests.support.programs import python
+from tests.support.programs import python, run
 from tests.support.servers import EmbeddedRedis
 from tests.support.telling import documented
-from tests.support.workers import child_environment
 
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
@@ -64,16 +61,8 @@ def test_the_example_of_the_readme_runs_once_and_answers_twice(
 def test_the_contract_example_passes_as_a_test(tmp_path: Path) -> None:
     (example,) = (each for each in blocks(INTERNALS) if "StoreContract" in each)
     (tmp_path / "test_my_store.py").write_text(example)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "claimed", "."],
-        cwd=tmp_path,
-        env=child_environment({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "claimed", ".")
+    run(*suite, cwd=tmp_path, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, timeout=120)
 
 
 def test_the_example_of_the_recipe_keeps_tenants_apart() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +13,7 @@ from celery.signals import before_task_publish, task_postrun, task_success
 from celery_idempotent import IdempotentTask
 from celery_idempotent.keys.stamp import RUN, read_stamp
 from celery_idempotent.testing.delivery import deliver_message, message_of
-from tests.support.workers import child_environment
+from tests.support.programs import run
 
 
 def step() -> None: ...
@@ -145,15 +143,7 @@ assert messages() == plain
 
 
 def test_only_an_app_with_idempotent_tasks_is_touched():
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run("-c", _PROGRAM)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from celery import Celery
 
@@ -13,7 +10,7 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import isolated_records
-from tests.support.workers import child_environment
+from tests.support.programs import run
 
 #: Nobody is there.
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -83,7 +80,5 @@ def test_what_django_undoes_stays_in_its_database_and_the_cache_before_it_is_lef
         "    with isolated_records(app) as store:\n"
         "        print(repr(store), get_store(app) is store)\n"
     )
-    env = child_environment()
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = run("-W", "error", "-c", code)
     assert done.stdout.splitlines() == ["<DjangoStore: default> True"] * 2

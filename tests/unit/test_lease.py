@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -21,9 +20,10 @@ from celery_idempotent.records import Identity, Renewal, State
 from celery_idempotent.signals import counters
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.programs import run
 from tests.support.records import claim_key
 from tests.support.waiting import wait_for
-from tests.support.workers import child_environment, in_child
+from tests.support.workers import in_child
 
 
 class Store(MemoryStore):
@@ -224,15 +224,7 @@ class TestHeartbeat:
             "claim = take(MemoryStore(), lease_ms=60_000); heartbeat.add(claim);"
             "print(len(os.listdir('/proc/self/task')))"
         )
-        ended = subprocess.run(
-            [sys.executable, "-c", code],
-            env=child_environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert ended.stdout.split() == ["1", "2"]
+        assert run("-c", code).stdout.split() == ["1", "2"]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

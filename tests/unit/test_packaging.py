@@ -15,8 +15,7 @@ import pytest
 
 import celery_idempotent
 from tests.support.paths import ROOT
-from tests.support.programs import build_wheel
-from tests.support.workers import child_environment
+from tests.support.programs import build_wheel, run
 
 SOURCE = ROOT / "celery_idempotent"
 PACKAGE = Path(celery_idempotent.__path__[0])
@@ -51,7 +50,7 @@ def test_the_wheel_is_tested_and_not_the_source_tree():
 
 def test_a_worker_process_imports_the_same_package(tmp_path):
     program = "import celery_idempotent, tests; print(*celery_idempotent.__path__)"
-    done = run(program, cwd=tmp_path)
+    done = run("-c", program, cwd=tmp_path)
     assert Path(done.stdout.strip()) == PACKAGE
 
 
@@ -118,14 +117,8 @@ def test_the_source_distribution_has_all_that_its_tests_read_and_is_the_same_eve
     )
 
     def build():
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "build.py"],
-            cwd=tmp_path,
-            env=child_environment({"SOURCE_DATE_EPOCH": 1_700_000_000}),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        at = {"SOURCE_DATE_EPOCH": 1_700_000_000}
+        done = run("-W", "ignore", "build.py", cwd=tmp_path, env=at)
         return tmp_path / "out" / done.stdout.splitlines()[-1]
 
     first = build().read_bytes()
@@ -146,28 +139,9 @@ def test_the_source_distribution_has_all_that_its_tests_read_and_is_the_same_eve
 
 
 def test_importing_the_package_imports_no_optional_dependency(tmp_path):
-    assert run(BLOCKED_IMPORT, cwd=tmp_path).stderr == ""
-
-
-def run(program, *arguments, cwd):
-    done = subprocess.run(
-        # What is ignored says kombu before 5.4, on Python 3.12 and later.
-        [
-            sys.executable,
-            *("-W", "error", "-W", "ignore:datetime.datetime.utc"),
-            "-c",
-            program,
-            *arguments,
-        ],
-        cwd=cwd,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    # What is ignored says kombu before 5.4, on Python 3.12 and later.
+    strict = ("-W", "error", "-W", "ignore:datetime.datetime.utc")
+    assert run(*strict, "-c", BLOCKED_IMPORT, cwd=tmp_path).stderr == ""
 
 
 #: What users may install beside the library, each with what only it makes possible.

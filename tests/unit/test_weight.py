@@ -6,8 +6,6 @@ What the calls cost is measured by ``make bench ARGS=instructions``. That of a r
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from celery import signals as celery_signals
 from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.testing.delivery import deliver_message, message_of
+from tests.support.programs import run
 from tests.support.waiting import wait_for
 from tests.support.weight import calls
-from tests.support.workers import child_environment
 
 #: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
 #: A settle packs the whole record, in three calls, which saves the server a fifth of its script.
@@ -94,19 +92,8 @@ print(sum(name.startswith("celery_idempotent") for name in sys.modules), texts)
 """
 
 
-def test_a_task_is_bound_with_no_more_modules_and_compiled_texts_than_before(
-    tmp_path: Path,
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BOUND],
-        cwd=tmp_path,
-        env=child_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    modules, texts = map(int, done.stdout.split())
+def test_a_task_is_bound_with_no_more_modules_and_compiled_texts_than_before() -> None:
+    modules, texts = map(int, run("-c", BOUND, cwd=Path("/")).stdout.split())
     assert modules <= 53
     # Plain dataclasses compile each of their methods.
     assert texts <= 180
