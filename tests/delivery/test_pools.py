@@ -1,9 +1,8 @@
-"""Pools of threads, greenlets and coroutines, and one that grows and shrinks: as any other."""
+"""Pools of threads, greenlets and coroutines: as any other."""
 
 from __future__ import annotations
 
 import importlib.util
-import uuid
 from collections.abc import Iterator
 from functools import partial
 
@@ -137,33 +136,3 @@ def test_a_coroutine_is_completed_when_it_is_done_and_runs_again_if_it_is_not(op
     assert site.record("awaited", key).state is State.COMPLETED
     assert site.publish("awaited", key, gate.path).get(timeout=40) == answer
     assert ran(site, key) == (2, 1)
-
-
-def test_a_pool_that_grows_and_shrinks_leaves_nothing_undone(open_site, key, gate):
-    site = open_site("redis", idempotency_lease=2, worker_prefetch_multiplier=4)
-    worker = site.worker(
-        arguments=["--autoscale=5,1"],
-        env={"AUTOSCALE_KEEPALIVE": "0.5"},
-        fresh=True,  # it is read when Celery is imported
-    )
-    keys = [f"{key}-{number}" for number in range(5)]
-    sent = [site.publish("keyed", each, 0.0, gate.path) for each in keys]
-    started(site, *keys)
-    assert len({e.pid for each in keys for e in site.ledger.entries("start", each)}) == 5
-    gate.open()
-    assert all(result.get(timeout=40) for result in sent)
-    # It shrinks to one, and grows again; then it is given work while more of its children are about to end.
-    for wanted in (1, 4):
-        wait_for(
-            lambda wanted=wanted: len(worker.children()) <= wanted,
-            40,
-            f"the pool to shrink to {wanted}",
-        )
-        burst = [f"{key}-{uuid.uuid4().hex}" for _ in range(8)]
-        sent = [site.publish("keyed", each, 0.0, gate.path) for each in burst + burst]
-        assert all(result.get(timeout=40) for result in sent)
-        keys += burst
-    for each in keys:
-        record = site.record("keyed", each)
-        assert (record.state, record.crashes) == (State.COMPLETED, 0)
-        assert ran(site, each) == (1, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -242,33 +241,6 @@ def test_an_option_that_is_bad_is_found_and_found_again(
         (found,) = check(app)
         assert ids([found]) == ["E001"]
         assert said in found.problem
-
-
-@pytest.fixture
-def told_redis(private_redis: Any) -> Iterator[Any]:
-    """A client of a Redis of our own, whose settings are put back."""
-    import redis
-
-    client = redis.Redis.from_url(private_redis.url())
-    before = {
-        name: client.config_get(name)[name] for name in ("maxmemory-policy", "save", "appendonly")
-    }
-    yield client
-    for name, value in before.items():
-        client.config_set(name, str(value))
-    client.close()
-
-
-@pytest.mark.redis
-def test_a_real_server_is_asked(private_redis: Any, told_redis: Any) -> None:
-    app = app_with(private_redis.url())
-    told_redis.config_set("maxmemory-policy", "noeviction")
-    told_redis.config_set("appendonly", "no")
-    told_redis.config_set("save", "3600 1")
-    assert ids(check_store(app)) == []
-    told_redis.config_set("maxmemory-policy", "allkeys-lru")
-    told_redis.config_set("save", "")
-    assert ids(check_store(app)) == ["W008", "W009"]
 
 
 def _nothing() -> None:

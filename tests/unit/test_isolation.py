@@ -29,13 +29,6 @@ def shop(runs: list[str]) -> Celery:
     return app
 
 
-def test_a_second_call_is_a_duplicate_within_the_block_and_none_in_the_next(shop, runs):
-    for expected in (1, 2):
-        with isolated_records(shop):
-            answers = [shop.tasks["pay"].delay("order-17").get() for _ in range(2)]
-        assert answers == [expected, expected]
-
-
 def test_an_app_that_has_no_store_yet_has_one_meanwhile(shop, runs):
     shop.conf.idempotency_store = None
     with isolated_records(shop):

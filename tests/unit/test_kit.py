@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,16 +136,6 @@ class TestSignatures:
 
 
 class TestCrashMatrix:
-    def test_it_names_the_line_that_charges_twice(self, task, bank):
-        with pytest.raises(AssertionError) as caught:
-            crash_matrix(task(careless(bank)), arguments=lambda name: [name], effects=bank.charges)
-        bad = re.findall(r"^ *([A-Z]+) +\d+ +(.*)$", str(caught.value), re.MULTILINE)
-        assert bad == [
-            ("DOUBLED", "charged = bank.charge(order)    <- 2, SUCCESS"),
-            ("DOUBLED", "name += charged    <- 2, SUCCESS"),
-            ("DOUBLED", "return name    <- 2, SUCCESS"),
-        ]
-
     def test_effects_that_nobody_outside_of_the_process_sees_are_a_mistake(self, task):
         charges: list[str] = []
 
