@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -208,41 +207,11 @@ def _register_classes(app: Celery) -> None:
         def on_success(self, *args: Any) -> None:
             raise RuntimeError("a handler that fails")
 
-    task(name="tests.handled", base=Handled, bind=True, acks_late=True, **_SOON)(handled)
-    task(name="tests.calling", base=Calling)(plain)
-    task(name="tests.broken", base=Broken)(plain)
-    task(
-        name="tests.requested",
-        bind=True,
-        Request="tests.delivery.beside_tasks:LoudRequest",
-        time_limit=1,
-        acks_late=False,
-    )(requested)
-
-
-def handled(self: Any, how: str) -> str:
-    note("run", how)
-    if how == "fails":
-        raise ValueError(how)
-    if how == "retries" and not self.request.retries:
-        raise self.retry(exc=ValueError(how))
-    if how == "ignores":
-        raise Ignore(how)
-    if how == "rejects":
-        raise Reject(how, requeue=False)
-    return how
-
-
-def plain(x: Any) -> Any:
-    return x
-
-
-def requested(self: Any, how: str) -> str:
-    if how == "fails":
-        raise ValueError(how)
-    if how == "sleeps":
-        time.sleep(30)
-    return how
+    task(name="tests.handled", base=Handled, bind=True, acks_late=True, **_SOON)(works)
+    task(name="tests.calling", base=Calling)(echo)
+    task(name="tests.broken", base=Broken)(echo)
+    own = {"Request": "tests.delivery.beside_tasks:LoudRequest"}
+    task(name="tests.requested", bind=True, time_limit=1, acks_late=False, **own)(works)
 
 
 def _register_options(app: Celery) -> None:
@@ -254,9 +223,6 @@ def _register_options(app: Celery) -> None:
         task(name=f"tests.{name}", bind=True, **options)(raises)
     for name, options in _WORKING.items():
         task(name=f"tests.{name}", bind=True, **options)(works)
-    task(name="tests.ends", bind=True)(ends)
-    task(name="tests.ends_late", bind=True, acks_late=True)(ends)
-    task(name="tests.ends_early", bind=True, acks_late=False)(ends)
     # Celery's class takes these options for attributes that mean nothing to it.
     keyed: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "ignore"}
     task(name="tests.keyed", **keyed)(waits_once)
@@ -328,8 +294,9 @@ def raises(self: Any, error: str, times: int = 99) -> int:
 
 
 def works(self: Any, how: str = "", *args: Any) -> Any:
-    """Do as told."""
-    note("how", how, self.request.retries)
+    """Do as told, or end with an exception that may be no failure."""
+    redelivered = bool((self.request.delivery_info or {}).get("redelivered"))
+    note("how", how, self.request.retries, redelivered)
     match how:
         case "sleeps":
             time.sleep(30)
@@ -340,35 +307,23 @@ def works(self: Any, how: str = "", *args: Any) -> Any:
                 time.sleep(30)
             except SoftTimeLimitExceeded:
                 return "caught"
-        case "dies" if (self.request.delivery_info or {}).get("redelivered"):
-            return "came back"
-        case "dies":
+        case "dies" if not redelivered:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)
-        case "value error":
-            raise ValueError("unexpected")
-        case "shows":
-            info = self.request.delivery_info or {}
-            return [self.request.id is not None, info.get("priority"), self.serializer]
-    return how
-
-
-def ends(self: Any, how: str) -> Any:
-    """End with an exception that is not a failure."""
-    info = self.request.delivery_info or {}
-    note("redelivered", bool(info.get("redelivered")))
-    if how == "ignore":
-        raise Ignore("by hand")
-    if how == "ignore stored":
-        self.update_state(state="SUCCESS", meta="by hand")
-        raise Ignore
-    if how == "reject":
-        raise Reject("by hand", requeue=False)
-    if how == "requeue" and not info.get("redelivered"):
-        raise Reject("once more", requeue=True)
-    with contextlib.suppress(KeyError):
-        return {"requeue": "received two times"}[how]
-    return how
+        case "fails":
+            raise ValueError(how)
+        case "retries" if not self.request.retries:
+            raise self.retry(exc=ValueError(how))
+        case "ignores":
+            raise Ignore("by hand")
+        case "stores":
+            self.update_state(state="SUCCESS", meta="by hand")
+            raise Ignore
+        case "rejects":
+            raise Reject("by hand", requeue=False)
+        case "requeues" if not redelivered:
+            raise Reject("once more", requeue=True)
+    return f"{how} again" if redelivered else how
 
 
 def waits_once(key: str, gate: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from celery import chain
 
 from celery_idempotent import State
-from tests.delivery.histories import History, Played, histories, play, send
+from tests.delivery.histories import History, Played, histories, play
 from tests.delivery.stand import PATIENCE, Stand, open_stand
 from tests.support.paths import ROOT
 from tests.support.sites import RABBITMQ_TOO, REDIS
@@ -135,24 +135,3 @@ def test_a_follower_that_is_refused_for_too_long_ends_the_task_as_a_failure_that
     stand.says(f"[{first.id}] is done, its callbacks are not all sent yet")
     stand.says(f"[{first.id}] is done, but its callbacks cannot be sent")
     assert stand.effects(key) == {f"{key}/a": 1}
-
-
-@pytest.mark.parametrize("pool", ["prefork", pytest.param("solo", marks=pytest.mark.wide)])
-def test_the_next_step_is_sent_by_a_broker_that_was_killed_at_work_and_is_back(
-    tmp_path, databases, pool
-):
-    """Redis with its log of all changes; records and results are elsewhere, and were never away."""
-    conf = {
-        "idempotency_store": next(databases),
-        "result_backend": f"tests.delivery.histories_app:Backend+{next(databases)}",
-    }
-    with open_stand("redis", tmp_path, None, pool=pool, concurrency=1, **conf) as stand:
-        sent = send(stand, History("chain", "sending", "away"))
-        wait_for(lambda: stand.effects(sent.first), PATIENCE, "the step to start")
-        stand.server.kill()
-        stand.open_gate(sent.first)
-        stand.says(f"[{sent.sender.id}] is done, its callbacks are not all sent yet")
-        assert stand.find("step", sent.sender.id).state is State.COMPLETED
-        stand.server.start()
-        stand.takes_effect(sent.first, sent.follower)
-        wait_for(lambda: sent.sender.state == "SUCCESS", PATIENCE, "its end")

@@ -65,25 +65,25 @@ def backoff(s: Stage) -> None:
 
 @scenario("a task that raises Ignore leaves no state, unless it stored one itself")
 def ignore(s: Stage) -> None:
-    ignored = s.ends.apply_async(("ignore",), link=s.quiet.s(), link_error=s.new.s())
+    ignored = s.works.apply_async(("ignores",), link=s.quiet.s(), link_error=s.new.s())
     s.wait(lambda: "postrun" in s.kinds(ignored.id))
     assert s.note("state", ignored.state) == "PENDING"
-    stored = s.ends.delay("ignore stored")
+    stored = s.works.delay("stores")
     assert s.state(stored, "SUCCESS") == "by hand"
 
 
 @scenario("a task that raises Reject fails with the reason, late acknowledged or not")
 def reject(s: Stage) -> None:
-    for task in (s.ends_late, s.ends_early):
-        result = task.apply_async(("reject",))
+    for task in (s.works_late, s.works_early):
+        result = task.apply_async(("rejects",))
         s.wait(lambda result=result: "postrun" in s.kinds(result.id))
 
 
 @scenario("a task that raises Reject(requeue=True) is delivered again, where it acknowledges late")
 def requeue(s: Stage) -> None:
-    result = s.ends_late.delay("requeue")
-    assert s.get(result) == "received two times"
-    assert [seen[0] for seen in s.seen(result.id, "redelivered")] == [False, True]
+    result = s.works_late.delay("requeues")
+    assert s.get(result) == "requeues again"
+    assert [seen[2] for seen in s.seen(result.id, "how")] == [False, True]
 
 
 @scenario("handlers run in their order around a run")
@@ -93,8 +93,8 @@ def handlers(s: Stage) -> None:
         times = 2 if how == "retries" else 1
         s.wait(lambda result=result, times=times: s.kinds(result.id).count("postrun") == times)
         called = [x["what"] for x in s.side.lines[result.id] if x["kind"] == "note"]
-        assert called[:2] == ["before_start", "run"]
-        assert called[-1] == {"ignores": "run", "rejects": called[-1]}.get(how, "after_return")
+        assert called[:2] == ["before_start", "how"]
+        assert called[-1] == {"ignores": "how", "rejects": called[-1]}.get(how, "after_return")
 
 
 @scenario("a handler that fails is an error of the worker")
@@ -231,15 +231,15 @@ def lost_late(s: Stage) -> None:
 def lost_default(s: Stage) -> None:
     result = s.works.apply_async(("dies",), queue=s.mortal)
     if s.ours:
-        assert s.get(result) == "came back"
+        assert s.get(result) == "dies again"
     else:
         assert isinstance(s.error(result), WorkerLostError)
 
 
 @scenario("a failure is acknowledged or, where the task says so, rejected")
 def acks_on_failure(s: Stage) -> None:
-    assert isinstance(s.error(s.works_unacked.delay("value error")), ValueError)
-    assert isinstance(s.error(s.works_late.delay("value error")), ValueError)
+    assert isinstance(s.error(s.works_unacked.delay("fails")), ValueError)
+    assert isinstance(s.error(s.works_late.delay("fails")), ValueError)
 
 
 @scenario("a revoked task does not run", slow=True)
