@@ -17,12 +17,10 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from celery import Celery, Task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import (
-    before_task_publish,
     task_postrun,
     task_received,
     task_revoked,
@@ -34,7 +32,6 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask, current_claim, signals
-from celery_idempotent.celery import publishing
 from celery_idempotent.protocol.lease import heartbeat
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
@@ -115,7 +112,6 @@ def _define(app: Celery) -> None:
 
     lost: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_stale": "requeue"}
     idempotent(name="requeued", acks_late=False, **lost)(work)
-    idempotent(name="requeued_retrying", acks_late=False, **lost)(retrying_soon_lost)
 
     idempotent(name="failed_late", idempotency_key="key", idempotency_on_stale="fail")(work)
 
@@ -249,12 +245,6 @@ def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> d
     return _answer(self)
 
 
-def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
-    """Ask for a retry that counts as lost a second after it is due, not a minute."""
-    with mock.patch.object(publishing, "RESERVED_MS", 1000):
-        return retrying(self, key, 1, 1.0, 1)
-
-
 def appending(self: Any, text: str) -> str:
     """Append the letter that says who was here."""
     return f"{text}!"
@@ -330,15 +320,6 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
     Ledger.from_env().append(outcome, key, event.task_id)
 
 
-def _die(headers: Any, body: Any, **_: Any) -> None:
-    """Take this process down when it publishes the first retry of a key."""
-    if headers["task"] == "requeued_retrying" and headers["retries"]:
-        ledger, key = Ledger.from_env(), body[0][0]
-        if not ledger.count("crash", key):
-            ledger.append("crash", key)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _note_messages() -> None:
     """Note each message that arrives, with what it is sent by, and that it is done with."""
 
@@ -387,7 +368,6 @@ if _wanted := wanted():
     app = make_app(_wanted["settings"])
     if LEDGER_VARIABLE in os.environ:
         worker_ready.connect(hurry, weak=False)
-        before_task_publish.connect(_die, weak=False)
         _note_messages()
         for _outcome, _signal in signals.OUTCOMES.items():
             _signal.connect(partial(_note, _outcome), weak=False)

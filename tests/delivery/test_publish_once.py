@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,8 +17,6 @@ from celery_idempotent import DuplicateCall
 from celery_idempotent.celery import publishing
 from celery_idempotent.celery.sweep import sweep
 from celery_idempotent.records import State
-from tests.support.apps import environment
-from tests.support.programs import run
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 
@@ -51,28 +48,6 @@ def test_every_publish_returns_the_first_result_and_one_message_is_published(una
     assert type(again[0]) is type(first)
     wait_for(lambda: unattended.length() == 1, what="one message")
     assert unattended.record("once", key).state is State.QUEUED
-
-
-@pytest.mark.parametrize("name", ["once", "once_unretained"])
-def test_a_lapsed_run_is_sent_again_by_one_of_many_calls(open_site, key, gate, name):
-    """Its message may be gone. Here it comes back, and so does the owner of the claim, too late."""
-    site = open_site("redis", idempotency_lease=1, idempotency_sweep_interval=None)
-    worker = site.worker(concurrency=1)
-    first = site.publish(name, key, 0.0, gate.path)
-    wait_for(lambda: site.ledger.count("start", key), what="the run")
-    worker.freeze()
-    wait_for(lambda: site.record(name, key).stale(time.time() * 1000), what="the end of the lease")
-    with ThreadPoolExecutor(8) as pool:
-        results = [*pool.map(lambda _: site.publish(name, key, 0.0, gate.path), range(16))]
-    assert {each.id for each in results} == {first.id}
-    assert sum(not each.duplicate for each in results) == 1
-    assert site.length() == 1
-    gate.open()
-    worker.thaw()
-    wait_for(lambda: not site.length(), what="the copy to be taken")
-    site.idle(first.id)
-    assert first.get(timeout=30)
-    assert site.ledger.count("end", key) == 1
 
 
 @pytest.mark.parametrize("name", ["once", "once_unretained"])
@@ -207,34 +182,6 @@ def test_a_message_that_the_broker_lost_is_sent_again_where_the_record_keeps_it(
     assert site.record("once_kept", key).message is None
 
 
-def test_a_producer_that_dies_after_reserving_blocks_nobody(unattended, key, short):
-    """The next publish after the deadline goes out under the same task id."""
-    program = """
-        import os
-        from celery.signals import before_task_publish
-        from celery_idempotent.celery import publishing
-        from tests.delivery import app as app_module
-
-        publishing.RESERVED_MS = 3000
-        before_task_publish.connect(lambda **_: os._exit(9), weak=False)
-        app_module.app.tasks["once"].delay(os.environ["KEY"])
-    """
-    env = {**environment(unattended.settings), "KEY": key}
-    run("-c", textwrap.dedent(program), env=env, code=9)
-    record = unattended.record("once", key)
-    assert record.state is State.QUEUED
-
-    def publish() -> bool:
-        assert unattended.publish("once", key).id == record.task_id
-        return bool(unattended.length())
-
-    wait_for(publish, 30, "a publish after the deadline", interval=0.1)
-    assert time.time() * 1000 >= record.deadline_ms
-    for _ in range(3):
-        assert unattended.publish("once", key).id == record.task_id
-    assert unattended.length() == 1
-
-
 @pytest.mark.parametrize("why", ["revoked", "expired"])
 def test_a_task_that_a_worker_discards_keeps_its_key_until_it_is_forgotten(
     open_site, key, gate, why
@@ -284,10 +231,3 @@ def test_everything_in_a_canvas_is_published(shared, key):
     shared.idle(*ids)
     assert all(shared.ledger.count("received", task_id=each) for each in ids)
     assert shared.ledger.count("start", key) == 1
-
-
-def test_a_call_with_callbacks_is_published_and_calls_back(shared, key):
-    first = shared.publish("once", key).get(timeout=30)
-    follow = shared.app.tasks["keyed"].si(f"{key}.follows")
-    assert shared.publish("once", key, link=follow).get(timeout=30) == first
-    wait_for(lambda: shared.ledger.count("end", f"{key}.follows"), what="the link")

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from tests.delivery.conftest import Site
 from tests.support.apps import environment
 from tests.support.ledger import Entry
 from tests.support.preloaded import Process, spawn
-from tests.support.programs import run
 from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker, child_environment
@@ -104,47 +102,6 @@ class TestRequeue:
         assert sweep(site.app)["requeued"] == 0
         assert site.ledger.count("received", task_id=first.id) == 2
         assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (2, 1)
-
-    def test_a_sweep_that_dies_before_it_sends_loses_nothing(self, site, key, gate):
-        """The message is sent again after the deadline, and not before."""
-        worker, (first, _) = lose(site, "requeued", key, 0.0, gate.path)
-        program = """
-            import os
-            from celery.signals import before_task_publish
-            from celery_idempotent.celery import sweep
-            from tests.delivery import app as app_module
-
-            sweep.REQUEUE_MS = 3000
-            before_task_publish.connect(lambda **_: os._exit(9), weak=False)
-            sweep.sweep(app_module.app)
-        """
-        run("-c", textwrap.dedent(program), env=environment(site.settings), code=9)
-        record = found(site, "requeued", key)
-        assert record.state is State.QUEUED
-        wait_for(lambda: sweep(site.app)["requeued"], 30, "the deadline", interval=0.1)
-        assert time.time() * 1000 >= record.deadline_ms
-        assert site.length() == 1
-        gate.open()
-        worker.start()
-        assert first.get(timeout=30)
-        assert site.ledger.count("end", key) == 1
-
-    def test_a_process_that_dies_before_its_retry_is_out_loses_nothing(self, site, key):
-        """The key is free, the retry is not published, and the broker has no message any more."""
-        site.worker(concurrency=1)
-        first = site.publish("requeued_retrying", key)
-        wait_for(lambda: site.ledger.count("crash", key), 30, "the crash")
-        record = found(site, "requeued_retrying", key)
-        assert (record.state, record.task_id) == (State.QUEUED, first.id)
-
-        def ended() -> bool:
-            sweep(site.app)
-            return bool(site.ledger.count("end", key))
-
-        wait_for(ended, 30, "the run of a retry", interval=0.2)
-        assert first.get(timeout=30)
-        # Of the message that was lost, of the one that the sweep sent, of the retry.
-        assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (3, 1)
 
     def test_an_interrupted_run_keeps_what_it_needs_to_be_sent_again(self, site, key, gate):
         """As an operator would send it: the message has all options of the first."""

@@ -639,31 +639,33 @@ class TestEager:
 
 
 class TestReplace:
-    @pytest.mark.parametrize("alone", [True, False])
-    def test_the_message_is_kept_until_a_replacement_with_its_own_key_is_there(
-        self, app, store, published, charge, alone
+    @pytest.mark.parametrize("how", ["a retry", "a replacement", "in a canvas"])
+    def test_the_message_is_kept_until_the_next_one_with_its_key_is_there(
+        self, app, store, published, charge, how
     ):
-        """As for a retry. In a canvas its turn may come much later: nobody could say when it is lost."""
+        """In a canvas its turn may come much later: nobody could say when it is lost."""
 
         @ours(app, bind=True, idempotency_key="key", idempotency_on_stale="requeue")
         def task(self: Any, key: str) -> Any:
-            if self.request.replaced_task_nesting:
-                return "replaced"
+            if self.request.replaced_task_nesting or self.request.retries:
+                return "done"
+            if how == "a retry":
+                raise self.retry(countdown=100)
             sig = task.si(key).set(countdown=100)
-            raise self.replace(sig if alone else charge.si("o-1") | sig)
+            raise self.replace(sig if how == "a replacement" else charge.si("o-1") | sig)
 
         message = send(published, task, "k")
         deliver(app, message)
-        (replacement,) = published[1:]
+        (following,) = published[1:]
         found = store.get(Identity(namespace="t", key="k"))
-        if not alone:
+        if how == "in a canvas":
             assert found is None
             return
         assert (found.state, found.task_id) == (State.QUEUED, message.id)
         assert found.deadline_ms - found.updated_ms == pytest.approx(160_000, abs=5000)
         assert found.message
-        deliver(app, replacement)
-        assert app.AsyncResult(message.id).result == "replaced"
+        deliver(app, following)
+        assert app.AsyncResult(message.id).result == "done"
 
     def test_one_that_keeps_the_count_of_retries_is_no_retry(self, app, store, published):
         @ours(app, bind=True, idempotency_key="key")
