@@ -113,8 +113,6 @@ def _define(app: Celery) -> None:
     lost: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_stale": "requeue"}
     idempotent(name="requeued", acks_late=False, **lost)(work)
 
-    idempotent(name="failed_late", idempotency_key="key", idempotency_on_stale="fail")(work)
-
     idempotent(name="appending")(appending)
     idempotent(name="looking", idempotency_key="key")(looking)
     app.task(name="awaited", base=Awaiting, shared=False, idempotency_key="key")(awaited)

@@ -19,7 +19,6 @@ from celery import chain
 
 from celery_idempotent import Record, get_store
 from celery_idempotent.celery.sweep import SWEEP, sweep
-from celery_idempotent.errors import ProcessingTimedOut
 from celery_idempotent.records import State
 from tests.delivery.app import Refused
 from tests.delivery.conftest import Site
@@ -59,27 +58,6 @@ def found(site: Site, name: str, key: str) -> Record:
     record = site.record(name, key)
     assert record is not None
     return record
-
-
-class TestFail:
-    @ON_BOTH
-    def test_a_lost_run_fails_for_good(self, site, key, gate):
-        worker, (first, message) = lose(site, "failed_late", key, 0.0, gate.path)
-        if site.broker == "redis":
-            worker.start()
-            counts = site.app.tasks[SWEEP].delay().get(timeout=30)
-            site.deliver(message)
-        else:  # which gives the message back as soon as there is a worker
-            counts = sweep(site.app)
-            worker.start()
-        assert (counts["interrupted"], counts["failed"]) == (1, 1)
-        record = found(site, "failed_late", key)
-        assert (record.state, record.crashes) == (State.FAILED, 1)
-        # So does the task itself, should its message come back.
-        for result in (site.publish("failed_late", key, 0.0, gate.path), first):
-            with pytest.raises(ProcessingTimedOut, match="did not come back"):
-                result.get(timeout=30)
-        assert site.ledger.count("start", key) == 1
 
 
 class TestRequeue:

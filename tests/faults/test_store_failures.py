@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
+from celery_idempotent import get_store
+from celery_idempotent.celery.sweep import sweep
+from celery_idempotent.records import State
 from tests.faults.conftest import TOGETHER, Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
@@ -58,35 +61,6 @@ def active(stage: Stage) -> set[str]:
     """Return the ids of the tasks that a child has accepted; with early acks they are acknowledged by then."""
     found = stage.app.control.inspect(timeout=0.3).active() or {}
     return {task["id"] for tasks in found.values() for task in tasks}
-
-
-def test_one_redis_for_store_and_broker_down_loses_nothing(
-    set_stage: SetStage, persistent_redis: EmbeddedRedis
-):
-    url = persistent_redis.url()
-    visibility = {
-        "visibility_timeout": 3,
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    }
-    stage = set_stage(broker_url=url, store=url, direct=url, broker_transport_options=visibility)
-    worker = stage.worker()
-    (child,) = worker.children()
-    worker.freeze(child)
-    sent = stage.publish("work", "work")
-    # Once the main process takes another message, the first is in the pipe of the child.
-    stage.says(worker, f"work[{sent.id}] received")
-    stage.says(worker, f"work[{stage.publish('work', 'behind').id}] received")
-    persistent_redis.kill()
-    worker.thaw(child)
-    stage.says(worker, f"work[{sent.id}] reject requeue=True")
-    assert stage.ledger.count("start") == 0
-    # With kombu 5.7 the main process ends when it loses a broker that is gone ("'NoneType' object has no attribute
-    # 'hostname'"), and somebody starts it again.
-    worker.kill()
-    persistent_redis.start()
-    worker.start()
-    stage.ran_once("work", sent)
 
 
 def test_a_late_worker_stores_no_result_and_tells_nobody(
@@ -192,25 +166,65 @@ def test_a_process_that_ends_takes_back_its_claim_without_an_answer(
     assert stage.record("k").crashes == 0
 
 
-def test_a_wrong_password_runs_nothing_loses_nothing_and_is_not_logged(
-    set_stage: SetStage, private_redis: EmbeddedRedis, redis_proxy: Proxy
+@TOGETHER
+def test_one_restarted_and_swept_before_the_heartbeats_takes_no_claim_away(
+    set_stage: SetStage, persistent_redis: EmbeddedRedis, together: bool
 ):
-    secret = "pa55-w0rd-0f-0urs"
-    store = redis_proxy.url().replace("//", f"//:{secret}@")
-    stage = set_stage(store=store)
-    worker = stage.worker()
-    result = stage.publish("work", "k")
-    stage.says(worker, f"work[{result.id}] did not run")
-    (line, *_) = [line for line in worker.log.splitlines() if "did not run" in line]
-    assert "ERROR" in line
-    assert "Check user and password" in line
-    assert stage.starts("k") == 0
+    where = {"direct": persistent_redis.url(), "together": together}
+    with Proxy("127.0.0.1", persistent_redis.port) as proxy:
+        stage = set_stage(store=proxy.url(), **where, idempotency_lease=2)
+        stage.worker(concurrency=4)
+        # Two end while their store is away, two outlive it.
+        gates = {"a": "now", "b": "now", "c": "later", "d": "later"}
+        sent = {key: stage.publish("work", key, "", gate) for key, gate in gates.items()}
+        before = {}
+        for key in sent:
+            stage.started(key)
+            before[key] = stage.record(key)
+        proxy.refuse()
+        persistent_redis.kill()
+        persistent_redis.start()
+        store = get_store(stage.app)
+        wait_for(lambda: store.stats().stale == len(sent), what="the ends of the leases")
+        sweep(stage.app)
+        assert {stage.state(key) for key in sent} == {State.INTERRUPTED}
+        stage.open("now")
+        wait_for(lambda: stage.effects("a") and stage.effects("b"), what="two runs to end")
+        proxy.heal()
+        processing = {State.PROCESSING}
+        wait_for(lambda: {stage.state("c"), stage.state("d")} == processing, what="renewals")
+        stage.open("later")
+        for key, result in sent.items():
+            stage.ran_once(key, result)
+            after = stage.record(key)
+            assert (after.token, after.attempts, after.crashes) == (before[key].token, 1, 1)
+            assert stage.told("lease_lost", key) == stage.told("settle_failed", key) == 0
+            stage.tells("settled", key)
+
+
+def test_a_full_store_lets_nothing_new_run_and_runs_that_it_let_in_complete(
+    set_stage: SetStage, private_redis: EmbeddedRedis
+):
+    stage = set_stage(idempotency_lease=2)
+    worker = stage.worker(concurrency=2)
+    inside = stage.publish("work", "inside", "", "gate")
+    stage.started("inside")
     with redis.Redis.from_url(private_redis.url()) as client:
+        client.config_set("maxmemory", 1)
         try:
-            client.config_set("requirepass", secret)
-            assert stage.succeeds(result) == f"done by {result.id}"
+            before = stage.record("inside").deadline_ms
+            outside = stage.publish("work", "outside")
+            # Not a fault of the settings: it tries again.
+            stage.says(worker, f"work[{outside.id}] did not run", "cannot serve us at the moment")
+            stage.says(worker, "used memory > 'maxmemory'")
+            renewed = before + 2000
+            wait_for(lambda: stage.record("inside").deadline_ms > renewed, what="renewals")
+            stage.open("gate")
+            assert stage.succeeds(inside) == f"done by {inside.id}"
+            assert stage.state("inside") is State.COMPLETED
+            assert stage.starts("outside") == 0
+            assert outside.state == "PENDING"
         finally:
-            client.execute_command("AUTH", secret)
-            client.config_set("requirepass", "")
-    stage.ran_once("k", result)
-    assert secret not in worker.log
+            client.config_set("maxmemory", 0)
+    stage.ran_once("outside", outside)
+    stage.ran_once("inside", inside)
