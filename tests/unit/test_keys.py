@@ -285,57 +285,63 @@ def test_arguments_are_bound_as_in_a_call(function: Any, args: list[int], names:
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def test_several_names_make_a_key_in_the_order_of_the_option():
-    assert key_of(charge, ("o-1", 5), key=("currency", "order_id")) == '["EUR","o-1"]'
-    assert key_of(charge, ("o-1", 5), key=["order_id"]) == '["o-1"]'
-
-
 class Event:
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
-@pytest.mark.parametrize(
-    "event",
-    [{"id": "e-1", "data": {}}, Event(id="e-1"), OrderedDict(id="e-1")],
-)
-def test_a_dotted_path_leads_through_mappings_and_attributes(event: Any):
-    nested = {"a": Event(b=event)}
-    assert key_of(handle, (event,), key="event.id", fingerprint=None) == "e-1"
-    assert key_of(handle, (nested,), key="event.a.b.id", fingerprint=None) == "e-1"
+def collect(*refs: Any, **kwargs: Any) -> None: ...
 
 
-@pytest.mark.parametrize("event", [None, {}, {"id": None}, {"Id": 1}, [], "text", Event()])
-def test_a_path_that_leads_nowhere_is_refused(event: Any):
-    with pytest.raises(KeyMissing, match=r"read from event\.id,"):
-        key_of(handle, (event,), key="event.id")
-    with pytest.raises(KeyMissing):  # not the method of a dict
-        key_of(handle, (event,), key="event.items")
+def spell(**given: Any) -> str:
+    return str(given)
 
 
-def test_names_are_looked_up_in_extra_arguments_which_a_function_gets_by_keyword():
-    def task(*refs: Any, **kwargs: Any) -> None: ...
+E1 = {"id": "e-1", "data": {}}
+#: A task with its arguments, a rule, and the key that this makes: names in the order of the option, paths through
+#: mappings and attributes, extra arguments (which a function gets by keyword), and whatever a function may answer.
+MADE = [
+    (charge, ("o-1", 5), {}, ("currency", "order_id"), '["EUR","o-1"]'),
+    (charge, ("o-1", 5), {}, ["order_id"], '["o-1"]'),
+    (charge, ("o-1", 5), {}, lambda **_: "k", "k"),
+    (charge, ("o-1", 5), {}, lambda **_: 5, "5"),
+    (charge, ("o-1", 5), {}, lambda **_: ("k", 1), '["k",1]'),
+    (charge, ("o-1", 5), {}, lambda **_: None, "@id-1"),
+    (handle, (E1,), {}, "event.id", "e-1"),
+    (handle, (Event(id="e-1"),), {}, "event.id", "e-1"),
+    (handle, (OrderedDict(id="e-1"),), {}, "event.id", "e-1"),
+    (handle, ({"a": Event(b=E1)},), {}, "event.a.b.id", "e-1"),
+    (collect, (), {"b": 2}, spell, "{'refs': (), 'b': 2}"),
+    (collect, ("a", 1), {}, "refs", '["a",1]'),
+    (collect, (), {"order_id": 7}, "order_id", "7"),
+    (collect, (), {"event": {"id": 7}}, "event.id", "7"),
+    (collect, (), {"event": {"id": 7}}, "kwargs.event.id", "7"),
+]
 
-    def spell(**given: Any) -> str:
-        return str(given)
 
-    assert key_of(task, (), {"b": 2}, key=spell) == "{'refs': (), 'b': 2}"
-
-    assert key_of(task, ("a", 1), key="refs") == '["a",1]'
-    assert key_of(task, (), {"order_id": 7}, key="order_id") == "7"
-    assert key_of(task, (), {"event": {"id": 7}}, key="event.id") == "7"
-    assert key_of(task, (), {"event": {"id": 7}}, key="kwargs.event.id") == "7"
-    with pytest.raises(KeyMissing):
-        key_of(task, (), {"other": 7}, key="order_id")
+@pytest.mark.parametrize(("task", "args", "kwargs", "rule", "key"), MADE)
+def test_a_rule_makes_a_key(task: Any, args: Any, kwargs: Any, rule: Any, key: str):
+    assert key_of(task, args, kwargs, key=rule, fingerprint=None) == key
 
 
-@pytest.mark.parametrize(
-    ("answer", "key"), [("k", "k"), (5, "5"), (("k", 1), '["k",1]'), (None, "@id-1")]
-)
-def test_a_function_may_answer_any_key_or_none(answer: Any, key: str):
-    assert key_of(charge, ("o-1", 5), key=lambda **_: answer) == key
-    with pytest.raises(InvalidKey, match="not float"):
-        key_of(charge, ("o-1", 5), key=lambda **_: 1.5)
+#: A task with its arguments, a rule, and which names of it lead nowhere.
+MISSED = [
+    *((handle, (event,), "event.id", "event.id") for event in (None, {}, {"id": None}, {"Id": 1})),
+    *((handle, (event,), "event.id", "event.id") for event in ([], "text", Event())),
+    (handle, ({},), "event.items", "event.items"),  # not the method of a dict
+    (collect, (), "order_id", "order_id"),
+    (charge, ("o-1", 5), "note", "note"),
+    (charge, (None, 5), "order_id", "order_id"),
+    (charge, ("o-1", {"id": None}), "amount.id", "amount.id"),
+    (charge, ("o-1", {}), ("order_id", "note", "amount.id"), "note, amount.id"),
+]
+
+
+@pytest.mark.parametrize(("task", "args", "rule", "missing"), MISSED)
+def test_a_rule_that_finds_nothing_is_refused(task: Any, args: Any, rule: Any, missing: str):
+    with pytest.raises(KeyMissing, match=f"key of task {TASK} is read from {missing}, which"):
+        identify(task, args, key=rule)
+    assert key_of(task, args, key=rule, call_key="k", fingerprint=None) == "k"
 
 
 @pytest.mark.parametrize("option", ["key", "scope", "fingerprint"])
@@ -597,22 +603,6 @@ def test_a_scope_comes_from_the_arguments(rule: Any, scope: str):
 def test_a_bad_scope_is_refused(scope: Any):
     with pytest.raises(InvalidKey, match=f"scope of task {TASK}"):
         identify(charge, (scope, 5), scope="order_id")
-
-
-@pytest.mark.parametrize(
-    ("rule", "args", "missing"),
-    [
-        ("note", ("o-1", 5), "note"),
-        ("order_id", (None, 5), "order_id"),
-        ("amount.id", ("o-1", {}), "amount.id"),
-        ("amount.id", ("o-1", {"id": None}), "amount.id"),
-        (("order_id", "note", "amount.id"), ("o-1", {}), "note, amount.id"),
-    ],
-)
-def test_a_rule_that_finds_nothing_is_refused(rule: Any, args: Any, missing: str):
-    with pytest.raises(KeyMissing, match=f"key of task {TASK} is read from {missing}, which"):
-        identify(charge, args, key=rule)
-    assert key_of(charge, args, key=rule, call_key="k") == "k"
 
 
 @pytest.mark.parametrize("options", [{"key": "order_id"}, {"key": ALL_ARGUMENTS}, {"key": "note"}])
