@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
 from celery_idempotent import Record, get_store
-from celery_idempotent.keys.rules import task_id_key
 from celery_idempotent.records import Identity
 from tests.delivery import app as app_module
 from tests.support import sites
 from tests.support.ledger import Ledger
 from tests.support.sites import IMPATIENT, RABBITMQ, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
-from tests.support.watch import States
 from tests.support.workers import Worker
 
 
@@ -27,25 +25,8 @@ class Site(sites.Site):
 
     module: ClassVar[Any] = app_module
 
-    _states: list[States] = field(default_factory=list)
-
-    def workers(self, count: int, **options: Any) -> list[Worker]:
-        """Start workers side by side; return when all of them are ready."""
-        started = [self.worker(ready=False, **options) for _ in range(count)]
-        return [worker.wait_until_ready() for worker in started]
-
-    def states(self, task_id: str) -> States:
-        """Watch what is stored for a task id from now on."""
-        states = States(self.redis, task_id)
-        self._states.append(states)
-        return states
-
-    # -- records -----------------------------------------------------------------------------------
-
-    def record(self, name: str, key: str | None = None, *, task_id: str = "") -> Record | None:
-        """Return a record by its key, or that of a task without one by its task id."""
-        identity = Identity(namespace=name, key=task_id_key(task_id) if key is None else key)
-        return get_store(self.app).get(identity)
+    def record(self, name: str, key: str) -> Record | None:
+        return get_store(self.app).get(Identity(namespace=name, key=key))
 
     def idle(self, *task_ids: str) -> None:
         """Wait until all messages of these tasks that were sent by now are done with."""
@@ -63,11 +44,6 @@ class Site(sites.Site):
 
     def conflicts(self, task_id: str | None = None) -> int:
         return self.ledger.count("conflicted", task_id=task_id)
-
-    def close(self) -> None:
-        for states in self._states:
-            states.close()
-        super().close()
 
 
 @pytest.fixture(params=[REDIS, RABBITMQ])

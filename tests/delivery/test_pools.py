@@ -1,4 +1,4 @@
-"""Pools of threads, greenlets and coroutines: as any other."""
+"""Pools of threads, greenlets, coroutines, and of processes that fork late."""
 
 from __future__ import annotations
 
@@ -136,3 +136,38 @@ def test_a_coroutine_is_completed_when_it_is_done_and_runs_again_if_it_is_not(op
     assert site.record("awaited", key).state is State.COMPLETED
     assert site.publish("awaited", key, gate.path).get(timeout=40) == answer
     assert ran(site, key) == (2, 1)
+
+
+def test_a_task_longer_than_its_lease_keeps_its_claim_in_children_that_fork_late(open_site, key):
+    """Each child runs one task, forked from a main process that has a claim, a heartbeat and a connection."""
+    site = open_site("redis", idempotency_lease=1)
+    elsewhere = site.new_queue()
+    site.worker(ready=False, concurrency=2, queues=[elsewhere], name="elsewhere")
+    worker = site.worker(
+        concurrency=2, wanted={"claim_before_fork": True}, arguments=["--max-tasks-per-child=1"]
+    )
+    assert site.record("keyed", "before the fork").state is State.COMPLETED
+    children = worker.children()
+
+    first = site.publish("keyed", key, 5.0)
+    wait_for(lambda: site.ledger.entries("start", key), what="the run")
+    duplicates = [site.publish("keyed", key, 5.0, queue=elsewhere) for _ in range(3)]
+    # No thread before the first claim; and the child that is forked next has one for its own.
+    idle = site.publish("threads").get(timeout=20)
+    assert idle["pid"] in children
+    assert idle["threads"] == 1
+    later = site.publish("keyed", f"{key}.later", 1.5)
+
+    answer = first.get(timeout=30)
+    assert answer["pid"] in children
+    assert answer["threads"] == 2
+    assert later.get(timeout=30)["pid"] not in [worker.pid, *children]
+    assert [each.get(timeout=20) for each in duplicates] == [answer] * 3
+    for run in (key, f"{key}.later"):
+        assert site.ledger.count("start", run) == site.ledger.count("end", run) == 1
+        record = site.record("keyed", run)
+        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 0, 1)
+    # The duplicates kept coming all the time, and went away again.
+    for each in duplicates:
+        assert 3 <= site.conflicts(each.id) <= 20
+    assert site.ledger.count("lease_lost") == 0

@@ -148,7 +148,7 @@ class TestTheSweep:
         site = open_site(
             broker, idempotency_lease=1, idempotency_sweep_interval=0.5, task_acks_late=False
         )
-        workers = site.workers(2, concurrency=1)
+        workers = [site.worker(concurrency=1) for _ in range(2)]
         beat_log = start_beat(site)
         result = site.publish("keyed", key, 0.0, gate.path)
         begun = first_run(site, key)

@@ -63,24 +63,32 @@ def active(stage: Stage) -> set[str]:
     return {task["id"] for tasks in found.values() for task in tasks}
 
 
+@pytest.mark.parametrize("how", ["cut off", "frozen"])
 def test_a_late_worker_stores_no_result_and_tells_nobody(
-    set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
+    set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis, how: str
 ):
     stage = set_stage(idempotency_lease=1, worker_prefetch_multiplier=1, together=True)
-    stage.worker("cut_off")
+    worker = stage.worker("late")
     late = stage.publish("work", "k", "", "gate")
-    stage.started("k")
+    child = stage.started("k")
     url = private_redis.url()
     stage.worker("well", conf={"idempotency_store": url, "result_backend": url})
-    redis_proxy.refuse()
+    if how == "frozen":  # its main process is not: the broker notices nothing
+        worker.freeze(child)
+    else:
+        redis_proxy.refuse()
     winner = stage.publish("work", "k")
     assert stage.succeeds(winner) == f"done by {winner.id}"
+    settled = stage.record("k")
+    assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
     with redis.Redis.from_url(url) as client, closing(States(client, late.id)) as states:
+        worker.thaw(child)
         redis_proxy.heal()
         stage.open("gate")
         assert stage.succeeds(late) == f"done by {winner.id}"
         stage.tells("lease_lost", "k")
         assert [each["result"] for each in states.stored()] == [f"done by {winner.id}"]
+    assert stage.record("k") == settled
 
 
 @pytest.mark.parametrize(

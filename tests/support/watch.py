@@ -34,9 +34,6 @@ class States:
                 self._stored.append(json.loads(message["data"]))
         raise AssertionError(f"{self._mark} never came back")
 
-    def names(self) -> list[str]:
-        return [each["status"] for each in self.stored()]
-
     def close(self) -> None:
         self._pubsub.close()
 

@@ -324,10 +324,10 @@ def test_a_rule_makes_a_key(task: Any, args: Any, kwargs: Any, rule: Any, key: s
     assert key_of(task, args, kwargs, key=rule, fingerprint=None) == key
 
 
+NOWHERE: list[Any] = [None, {}, {"id": None}, {"Id": 1}, [], "text", Event()]
 #: A task with its arguments, a rule, and which names of it lead nowhere.
-MISSED = [
-    *((handle, (event,), "event.id", "event.id") for event in (None, {}, {"id": None}, {"Id": 1})),
-    *((handle, (event,), "event.id", "event.id") for event in ([], "text", Event())),
+MISSED: list[Any] = [
+    *((handle, (event,), "event.id", "event.id") for event in NOWHERE),
     (handle, ({},), "event.items", "event.items"),  # not the method of a dict
     (collect, (), "order_id", "order_id"),
     (charge, ("o-1", 5), "note", "note"),
