@@ -7,6 +7,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,12 +19,13 @@ import pytest
 from celery import Celery
 
 import celery_idempotent
-from celery_idempotent import IdempotentTask, errors, signals
+from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, errors, signals
 from celery_idempotent.http.answers import CONDITIONS
 from celery_idempotent.http.guard import HttpOptions
 from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fields_by_option
 from celery_idempotent.records import State
-from docs import generated
+from celery_idempotent.stores import get_store
+from docs import generated, timelines
 from tests.support.paths import ROOT
 from tests.support.programs import python, run
 from tests.support.servers import EmbeddedRedis
@@ -245,11 +247,53 @@ def test_the_http_page_lists_every_option_and_every_problem() -> None:
         assert f"`{code}`" in page
 
 
+NAMES = sorted({*fields_by_option(Policy), *KEY_OPTIONS, *SETTINGS})
+
+
 def test_the_page_of_options_lists_every_option_and_nothing_else() -> None:
     sections = set(re.findall(r"^### `idempotency_(\w+)`", OPTIONS, flags=re.MULTILINE))
     listed = {name.removeprefix("idempotency_") for name, _ in generated.options()}
-    assert listed == sections
-    assert listed == {*fields_by_option(Policy), *KEY_OPTIONS, *SETTINGS}
+    assert listed == sections == {*NAMES}
+
+
+SECTION = OPTIONS.partition("\n## Keys\n")[0]
+
+
+def paragraph(option: str) -> str:
+    return SECTION.partition(f"### `idempotency_{option}`\n")[2].partition("\n##")[0]
+
+
+@pytest.mark.parametrize("option", NAMES)
+def test_a_paragraph_says_where_the_option_goes_and_what_it_is_without(option: str):
+    first = paragraph(option).strip().partition("*")[2].partition(".*")[0]
+    kind = "Setting" if option in SETTINGS else "Attribute"
+    assert first.startswith(f"{kind}, `CELERY_IDEMPOTENCY_{option.upper()}`")
+    assert "Default" in first
+    if "second" in first or option in {"lease", "wait"}:
+        assert re.search(r"Seconds or `timedelta`", first)
+
+
+EXAMPLES = re.findall(r"`idempotency_(\w+)=([^`]+)`", SECTION)
+
+
+@pytest.mark.parametrize(("option", "value"), EXAMPLES, ids=[" = ".join(e) for e in EXAMPLES])
+def test_every_value_of_the_page_is_taken(option: str, value: str):
+    given = eval(value, {"ALL_ARGUMENTS": ALL_ARGUMENTS, "timedelta": timedelta})
+    app = Celery("options", broker="memory://", backend="redis://", set_as_current=False)
+    app.conf.update(idempotency_store="redis://127.0.0.1:1/0")
+    attributes: dict[str, Any] = {}
+    if option in SETTINGS:
+        app.conf.update({f"idempotency_{option}": given})
+    else:
+        attributes[f"idempotency_{option}"] = given
+
+    @app.task(name="charge", base=IdempotentTask, shared=False, **attributes)
+    def charge(order_id: str, kind: str, event: Any, tenant: str, amount: int) -> None: ...
+
+    task: Any = app.tasks["charge"]
+    assert task.idempotency_policy
+    get_store(app).close()
+    app.close()
 
 
 def test_the_page_of_options_tells_the_defaults_that_the_code_has() -> None:
@@ -402,3 +446,19 @@ def test_the_page_of_options_has_every_outcome_with_its_counter_and_the_usual_le
     for name, outcome in signals.OUTCOMES.items():
         assert outcome is getattr(signals, name)
         assert table[name].levels[0] == logging.getLevelName(outcome.line.level), name
+
+
+@pytest.mark.parametrize("page", generated.pages(), ids=lambda page: page.name)
+def test_a_page_has_what_the_code_says(page: Path) -> None:
+    text = page.read_text()
+    assert generated.fill(text) == text, "`make format` writes it anew"
+
+
+def test_every_generated_part_has_its_page() -> None:
+    text = "".join(page.read_text() for page in generated.pages())
+    for name in generated.GENERATED:
+        assert text.count(f"<!-- generated: {name} -->") == 1
+
+
+def test_the_picture_of_timelines_is_drawn_from_its_text() -> None:
+    assert timelines.PICTURE.read_text() == timelines.draw(), "`make format` draws it anew"

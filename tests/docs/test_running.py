@@ -1,4 +1,4 @@
-"""docs/running.md: rights that are enough and none too many, and errors that come out of the backend as themselves."""
+"""docs/running.md: settings that are taken, rights that are enough and none too many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stores.verbs import use
 from tests.support.admin import make_app
 from tests.support.apps import close_app
 from tests.support.ledger import Ledger
-from tests.support.pages import block
+from tests.support.pages import block, load
 from tests.support.paths import ROOT
 from tests.support.workers import Worker
 
@@ -166,3 +166,11 @@ def test_a_worker_runs_with_these_rights(
     app.send_task("celery_idempotent.sweep").get(timeout=30)
     assert "StoreMisconfigured" not in worker.log
     close_app(app)
+
+
+@pytest.mark.parametrize("title", ["rabbitmq", "sentinel", "cluster", "tls"])
+def test_the_settings_of_the_brokers_page_are_taken(title: str) -> None:
+    app = Celery(set_as_current=False)
+    load(app, "running", title, {})
+    open_store(app.conf.idempotency_store).close()
+    app.close()

@@ -31,7 +31,7 @@ _QUICK = ("unit", "stores", "http", "admin", "cli", "sql")
 #: Quick tests of files whose readers are elsewhere, beside those that notice their mutants.
 _ALSO = {
     "protocol/options.py": (
-        "tests/docs/test_options_documented.py",
+        "tests/docs/test_docs.py::test_a_paragraph_says_where_the_option_goes_and_what_it_is_without",
         "tests/docs/test_docs.py::test_the_page_of_options_lists_every_option_and_nothing_else",
         "tests/docs/test_docs.py::test_the_page_of_options_tells_the_defaults_that_the_code_has",
         "tests/unit/test_policy.py",
