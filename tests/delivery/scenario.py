@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import celery
 
@@ -19,16 +20,16 @@ class Scenario:
 
     ``absent`` messages stay where no worker takes them, or end untold. ``since`` is the first Celery that does so.
     What is ``slow`` begins first; what is ``alone`` (it touches Celery's global state) is played when all else is over.
-    ``differs`` names the announced differences that it shows: then the two sides are *not* equal.
+    ``differs`` names the announced difference that it shows: then the two sides are *not* equal.
     """
 
     sentence: str
     play: Callable[[Stage], None]
-    absent: int
-    since: tuple[int, int]
-    differs: tuple[str, ...]
-    slow: bool
-    alone: bool
+    absent: int = 0
+    since: tuple[int, int] = (5, 4)
+    differs: str = ""
+    slow: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         return self.sentence
@@ -38,20 +39,13 @@ _all: list[Scenario] = []
 
 
 def scenario(
-    sentence: str,
-    *,
-    absent: int = 0,
-    since: tuple[int, int] = (5, 4),
-    differs: tuple[str, ...] | str = (),
-    slow: bool = False,
-    alone: bool = False,
+    sentence: str, **how: Any
 ) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
     """Register a scenario under its sentence."""
 
     def register(function: Callable[[Stage], None]) -> Callable[[Stage], None]:
         assert all(sentence != each.sentence for each in _all), f"twice: {sentence}"
-        named = (differs,) if isinstance(differs, str) else differs
-        _all.append(Scenario(sentence, function, absent, since, named, slow, alone))
+        _all.append(Scenario(sentence, function, **how))
         return function
 
     return register

@@ -36,16 +36,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class Side:
     """An app with its worker, and everything that is known of the tasks that went through them."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        ours: bool,
-        directory: Path,
-        conf: dict[str, Any],
-        concurrency: int = 4,
-        mortal: bool = False,
-    ) -> None:
+    def __init__(self, name: str, *, ours: bool, directory: Path, conf: dict[str, Any]) -> None:
         self.name = name
         self.ours = ours
         self.queue = f"{name}.queue"
@@ -77,11 +68,11 @@ class Side:
                 arguments=("-E", "-n", f"{name}@localhost", "-Ofair"),
             )
 
-        self.worker = worker(name, self.queue, concurrency)
+        self.worker = worker(name, self.queue, 4)
         #: For tasks that end their process, of which it has one. Where two processes die at once, Celery may run a task
         #: again: while it looks after one, it takes the task of the other for one that was not begun.
         self.mortal = worker(f"{name}.mortal", self.mortal_queue, 1)
-        self._workers = [self.worker, self.mortal] if mortal else [self.worker]
+        self._workers = [self.worker, self.mortal]
         self._lock = threading.Lock()
         files = (self.recorder.path, *(Path(each.log_path) for each in self._workers))
         self._files = [Growing(each) for each in files]
