@@ -11,6 +11,7 @@ from celery import Celery
 
 from celery_idempotent.celery import republish
 from celery_idempotent.stores.memory import MemoryStore
+from tests.support.telling import Heard, listening
 
 #: As it is before a test of another folder, in the same process, shortens the countdowns of its workers.
 _LONGEST = dict(republish._LONGEST)
@@ -41,3 +42,10 @@ def app(store: MemoryStore) -> Iterator[Celery]:
 def runs() -> list[Any]:
     """For tasks to note their runs."""
     return []
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """What is told of outcomes meanwhile."""
+    with listening() as heard:
+        yield heard

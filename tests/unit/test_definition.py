@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ from celery_idempotent.testing.delivery import deliver_message, message_of
 
 @pytest.mark.parametrize("late", [0.0, 0.05, 0.15])
 def test_the_first_publishes_of_a_process_are_all_stamped(
-    monkeypatch: pytest.MonkeyPatch, late: float
+    app: Celery, monkeypatch: pytest.MonkeyPatch, late: float
 ) -> None:
     """Celery's lazy finalize shows a half-bound task to other threads: they must not publish it unstamped."""
     bind = Task.bind.__func__  # type: ignore[attr-defined]
@@ -29,8 +29,6 @@ def test_the_first_publishes_of_a_process_are_all_stamped(
         return bind(cls, app)
 
     monkeypatch.setattr(Task, "bind", classmethod(slow_bind))
-    app = Celery("race", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.idempotency_store = "memory://"
     published: list[Any] = []
 
     def send_task(*_: Any, **options: Any) -> None:
@@ -55,15 +53,10 @@ class TestSetAfterItsDefinition:
     """Settings are read once."""
 
     @pytest.fixture
-    def task(self) -> Iterator[Any]:
-        app = Celery("later", broker="memory://", backend="cache+memory://", set_as_current=False)
-        app.conf.update(idempotency_store=MemoryStore(), idempotency_lease=7)
-
-        @app.task(base=IdempotentTask, idempotency_key="key", shared=False)
-        def task(key: str) -> None: ...
-
-        yield app.tasks[task.name]
-        app.close()
+    def task(self, app: Celery) -> Any:
+        app.conf.idempotency_lease = 7
+        app.task(base=IdempotentTask, name="run", shared=False)(run)
+        return app.tasks["run"]
 
     def test_a_setting_of_the_app_has_no_effect(self, task):
         store = get_store(task.app)

@@ -6,7 +6,6 @@ import inspect
 import pickle
 
 import pytest
-from celery import Celery
 
 import celery_idempotent
 from celery_idempotent import errors
@@ -26,11 +25,6 @@ EXAMPLES = [
     DuplicateCall("called", "task-1", "PROCESSING"),
     TooManyCrashes("enough", 4),
 ]
-
-
-@pytest.fixture(scope="module")
-def app() -> Celery:
-    return Celery("errors", backend="cache+memory://", set_as_current=False)
 
 
 def same(error: BaseException, other: BaseException) -> None:

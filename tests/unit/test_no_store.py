@@ -14,7 +14,7 @@ from celery_idempotent import (
     InvalidOption,
     State,
 )
-from tests.support.telling import Heard, listening
+from tests.support.telling import Heard
 
 
 @pytest.fixture
@@ -48,12 +48,6 @@ def deliver(task: Any, key: str) -> Any:
     """Run a message as a worker's child does; return the state it ends in."""
     request = {"id": "m", "args": (key,), "kwargs": {}, "delivery_info": {}, "callbacks": [LINK]}
     return build_tracer(task.name, task, app=task.app)("m", [key], {}, request).info
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    with listening() as heard:
-        yield heard
 
 
 LINK = {"task": "other", "args": (), "kwargs": {}, "options": {}}

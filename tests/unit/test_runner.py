@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,6 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
 from tests.support.runs import IDENTITY, Call, CallRun, Ran, Replay, Runner, StoreFailed
-from tests.support.telling import Heard, listening
 
 
 def current_claim() -> Any:
@@ -132,12 +131,6 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 @pytest.fixture
-def events() -> Iterator[Heard]:
-    with listening() as heard:
-        yield heard
-
-
-@pytest.fixture
 def execute(store: FlakyStore) -> Callable[..., Any]:
     """Execute a body: ``execute(body)``, with another call, policy, codec or store if need be."""
 
@@ -218,16 +211,16 @@ class TestEndings:
             *(SystemExit, KeyboardInterrupt, GeneratorExit, type("Killed", (BaseException,), {})),
         ],
     )
-    def test_an_exception_gives_the_key_back_and_goes_on(self, execute, memory, events, kind):
+    def test_an_exception_gives_the_key_back_and_goes_on(self, execute, memory, heard, kind):
         error = kind()
         with pytest.raises(type(error)) as caught:
             execute(raising(error))
         assert caught.value is error
         assert memory.get(IDENTITY) is None
-        assert events.names == ["claimed", "released"]
+        assert heard.names == ["claimed", "released"]
         assert execute(lambda: "again") == Ran("again")
 
-    def test_a_permanent_error_fails_the_record_and_goes_on(self, execute, memory, events):
+    def test_a_permanent_error_fails_the_record_and_goes_on(self, execute, memory, heard):
         error = KeyError("no such order")
         with pytest.raises(KeyError) as caught:
             execute(raising(error), permanent_errors=(ValueError, LookupError))
@@ -235,7 +228,7 @@ class TestEndings:
         record = memory.get(IDENTITY)
         assert record.state is State.FAILED
         assert record.value.body == b"KeyError('no such order')"
-        assert events.names == ["claimed", "settled"]
+        assert heard.names == ["claimed", "settled"]
         assert execute(never) == Replay(record, 0)
 
 
@@ -254,7 +247,7 @@ class TestPoison:
         [(4, {}, b"TooManyCrashes("), (1, {"on_stale": "fail"}, b"ProcessingTimedOut(")],
     )
     def test_one_crash_more_than_allowed_fails_it_without_a_run(
-        self, execute, memory, events, crashes, policy, verdict
+        self, execute, memory, heard, crashes, policy, verdict
     ):
         self.crash(memory, crashes - 1)
         with pytest.raises(ValueError):
@@ -264,16 +257,16 @@ class TestPoison:
         assert isinstance(answer, Replay)
         assert answer.record.state is State.FAILED
         assert text_of(answer.record).startswith(verdict)
-        assert events.names[-2:] == ["settled", "replayed"]
+        assert heard.names[-2:] == ["settled", "replayed"]
 
     @pytest.mark.parametrize("policy", ["closed", "open"])
     def test_a_verdict_that_cannot_be_written_lets_the_message_come_back(
-        self, execute, memory, store, events, caplog, policy
+        self, execute, memory, store, heard, caplog, policy
     ):
         self.crash(memory, 4)
         store.fail("settle", StoreUnavailable)
         assert isinstance(execute(never, on_store_error=policy), StoreFailed)
-        assert events.names == ["store_failed"]
+        assert heard.names == ["store_failed"]
         assert "took effect" not in caplog.text
 
 
@@ -318,7 +311,7 @@ class TestObserving:
 
 class TestLostLease:
     def test_the_late_result_is_dropped_and_the_winner_answers(
-        self, execute, memory, clock, events, caplog
+        self, execute, memory, clock, heard, caplog
     ):
         def body() -> str:
             clock.advance(1001)
@@ -329,7 +322,7 @@ class TestLostLease:
         assert isinstance(answer, Replay)
         assert text_of(answer.record) == b"'theirs'"
         assert answer.record.task_id == "winner"
-        assert events.names == ["claimed", "lease_lost", "replayed"]
+        assert heard.names == ["claimed", "lease_lost", "replayed"]
         assert "its result is dropped" in caplog.text
 
     @pytest.mark.parametrize(
@@ -368,7 +361,7 @@ class TestStoreFailures:
         assert memory.get(IDENTITY).attempts == 1
 
     def test_a_release_whose_answer_was_lost_swallows_no_exception(
-        self, execute, store, memory, events
+        self, execute, store, memory, heard
     ):
         """The next run of the key claims before the release is asked for again."""
         store.fail("release", StoreUnavailable, when="after")
@@ -384,7 +377,7 @@ class TestStoreFailures:
         store.release = release
         with pytest.raises(ValueError, match="declined"):
             execute(raising(ValueError("declined")))
-        assert events.names == ["claimed", "released"]
+        assert heard.names == ["claimed", "released"]
 
     def test_a_claim_that_was_given_up_is_taken_back_when_the_store_answers(
         self, execute, store, memory, fake_time, monkeypatch
@@ -407,20 +400,20 @@ class TestStoreFailures:
         assert memory.get(IDENTITY) == theirs
 
     def test_a_settle_is_repeated_for_at_least_a_lease(
-        self, execute, store, memory, events, fake_time, caplog
+        self, execute, store, memory, heard, fake_time, caplog
     ):
         store.fail_always("settle", StoreUnavailable)
         assert execute(lambda: 1, lease_ms=20_000) == Ran(1)
         assert 15 <= fake_time.now - fake_time.START <= 25
-        assert events.names == ["claimed", "settle_failed"]
-        assert isinstance(events.events[-1][2].error, StoreUnavailable)
+        assert heard.names == ["claimed", "settle_failed"]
+        assert isinstance(heard.events[-1][2].error, StoreUnavailable)
         assert [r.levelname for r in caplog.records if r.levelname != "DEBUG"] == ["CRITICAL"]
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
 
     @pytest.mark.parametrize("outcome", ["settled", "lease_lost", "settle_failed"])
     def test_a_settle_for_which_the_caller_does_not_wait_goes_on_in_the_heartbeat(
-        self, execute, store, memory, events, fake_time, clock, monkeypatch, outcome
+        self, execute, store, memory, heard, fake_time, clock, monkeypatch, outcome
     ):
         def no_answer(text: str) -> Any:
             fake_time.now += silence
@@ -446,7 +439,7 @@ class TestStoreFailures:
         heartbeat._renew_due()
         assert store.calls[-1] == "renew", "it keeps its lease meanwhile"
         again()
-        assert events.names == ["claimed"]
+        assert heard.names == ["claimed"]
         if outcome == "settle_failed":
             fake_time.now += 20
         else:
@@ -456,7 +449,7 @@ class TestStoreFailures:
             claim(memory)
         again()
         again()
-        assert events.names == ["claimed", outcome]
+        assert heard.names == ["claimed", outcome]
 
     def test_no_error_during_the_settle_ends_it(self, execute, store, memory, fake_time):
         """Also none that another try would not help elsewhere: without the record the effect is repeated."""
@@ -484,13 +477,6 @@ class TestStoreFailures:
 
 class TestAFailureThatSomebodyAsksFor:
     ASKED = a_call(keep_failure=True, control=(Retry,))
-
-    def test_is_kept(self, execute, memory):
-        with pytest.raises(ValueError, match="no"):
-            execute(raising(ValueError("no")), call=self.ASKED)
-        record = memory.get(IDENTITY)
-        assert (record.state, text_of(record)) == (State.FAILED, b"ValueError('no')")
-        assert isinstance(execute(never, call=self.ASKED), Replay)
 
     def test_is_none_if_it_says_that_it_runs_again_although_all_errors_are_permanent(
         self, execute, memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from celery_idempotent.signals import worker_name
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
-from tests.support.telling import Heard, assert_told, documented, listening
+from tests.support.telling import Heard, assert_told, documented
 
 TASK, NAMESPACE = "shop.charge", "billing"
 KEY = Identity(namespace=NAMESPACE, key="o")
@@ -138,12 +138,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Place]:
         return Place(app, app.tasks[TASK], store, clock, monkeypatch)
 
     return make
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    with listening() as heard:
-        yield heard
 
 
 def raising(error: BaseException) -> Callable[[], object]:

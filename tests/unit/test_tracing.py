@@ -14,18 +14,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_idempotent import IdempotentTask, signals, tracing
-from celery_idempotent.testing import isolated_records
 
 Traced = Callable[..., ReadableSpan]
 NAME = "celery.idempotency"
-
-
-@pytest.fixture
-def app() -> Iterator[Celery]:
-    app = Celery("traced", broker="memory://", backend="cache+memory://", set_as_current=False)
-    with isolated_records(app):
-        yield app
-    app.close()
 
 
 @pytest.fixture
