@@ -39,12 +39,6 @@ from tests.support.records import claim_key
 Published = list[SimpleNamespace]
 
 
-def make_app(store: Any = None, **settings: Any) -> Celery:
-    app = Celery("task", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store=store or MemoryStore(), **settings)
-    return app
-
-
 def ours(app: Celery, name: str = "t", **options: Any) -> Any:
     """Define a function as one of our tasks."""
     return app.task(name=name, base=IdempotentTask, shared=False, **options)
@@ -143,7 +137,7 @@ class TestStamp:
     )
     def test_an_option_that_no_call_has_is_refused(self, app, published, charge, wrong, said):
         option = {f"idempotency_{wrong}": 1}
-        off = ours(app, "off", idempotency_mode="off")(make_app)
+        off = ours(app, "off", idempotency_mode="off")(deliver)
         for call in (
             partial(charge.apply_async, ("o-1",), **option),
             charge.s("o-1").set(**option).apply_async,
@@ -680,10 +674,10 @@ class TestReplace:
 
     @pytest.mark.parametrize(("age", "state"), [(499, "RETRY"), (501, "FAILURE")])
     def test_a_duplicate_does_not_wait_for_a_replacements_result_until_it_would_run_itself(
-        self, published, age, state
+        self, app, published, age, state
     ):
         clock = FakeClock()
-        app = make_app(MemoryStore(clock), result_extended=True)
+        app.conf.update(idempotency_store=MemoryStore(clock), result_extended=True)
 
         @ours(app, "quiet", ignore_result=True)
         def quiet() -> None: ...
@@ -769,12 +763,3 @@ def test_a_call_of_itself_with_its_own_key_is_a_conflict_at_once(eager: Celery) 
 
     with pytest.raises(InProgress, match=r"nested key a is held by"):
         nested.apply(("a",), throw=True)
-
-
-def test_a_result_that_cannot_be_written_is_unavailable_to_a_duplicate(app: Celery) -> None:
-    @app.task(base=IdempotentTask, shared=False, idempotency_key="name")
-    def unwritable(name: str) -> set[int]:
-        return {1, 2}
-
-    assert unwritable.apply(("a",)).get() == {1, 2}
-    assert isinstance(unwritable.apply(("a",)).result, ResultUnavailable)
