@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.signals import before_task_publish
 
 from celery_idempotent.celery import republish
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.telling import Heard, listening
+
+Published = list[SimpleNamespace]
 
 #: As it is before a test of another folder, in the same process, shortens the countdowns of its workers.
 _LONGEST = dict(republish._LONGEST)
@@ -49,3 +54,20 @@ def heard() -> Iterator[Heard]:
     """What is told of outcomes meanwhile."""
     with listening() as heard:
         yield heard
+
+
+@pytest.fixture
+def published() -> Iterator[Published]:
+    """Every message that was published, as it went out."""
+    seen: Published = []
+
+    def note(sender: str, headers: Any, body: Any, properties: Any, **_: Any) -> None:
+        about = {"task": sender, "headers": dict(headers), "stamp": headers.get("idempotency")}
+        about |= {name: headers[name] for name in ("id", "retries")}
+        about |= dict(zip(("args", "kwargs", "embed"), body, strict=True))
+        at = datetime.now(timezone.utc)
+        seen.append(SimpleNamespace(**about, properties=dict(properties), at=at))
+
+    before_task_publish.connect(note, weak=False)
+    yield seen
+    before_task_publish.disconnect(note)

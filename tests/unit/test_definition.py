@@ -12,14 +12,14 @@ from celery import Celery, Task
 
 from celery_idempotent import IdempotentTask, InvalidOption, get_store
 from celery_idempotent.celery import definition
-from celery_idempotent.keys.stamp import STAMP_HEADER
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.delivery import deliver_message, message_of
+from tests.unit.conftest import Published
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05, 0.15])
 def test_the_first_publishes_of_a_process_are_all_stamped(
-    app: Celery, monkeypatch: pytest.MonkeyPatch, late: float
+    app: Celery, published: Published, monkeypatch: pytest.MonkeyPatch, late: float
 ) -> None:
     """Celery's lazy finalize shows a half-bound task to other threads: they must not publish it unstamped."""
     bind = Task.bind.__func__  # type: ignore[attr-defined]
@@ -29,12 +29,6 @@ def test_the_first_publishes_of_a_process_are_all_stamped(
         return bind(cls, app)
 
     monkeypatch.setattr(Task, "bind", classmethod(slow_bind))
-    published: list[Any] = []
-
-    def send_task(*_: Any, **options: Any) -> None:
-        published.append(options["headers"])
-
-    monkeypatch.setattr(app, "send_task", send_task)
 
     @app.task(base=IdempotentTask, shared=False)
     def work(n: int) -> int:
@@ -46,7 +40,7 @@ def test_the_first_publishes_of_a_process_are_all_stamped(
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(publish, (0.0, late)))
-    assert [headers[STAMP_HEADER]["key"] for headers in published] == ["k", "k"]
+    assert [message.stamp["key"] for message in published] == ["k", "k"]
 
 
 class TestSetAfterItsDefinition:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from celery import Celery, Task, chain, chord
 from celery.canvas import Signature
-from celery.signals import before_task_publish, task_postrun, task_success
+from celery.signals import task_postrun, task_success
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.keys.stamp import RUN, read_stamp
@@ -26,19 +25,6 @@ def app(app: Celery) -> Celery:
     return app
 
 
-@pytest.fixture
-def published() -> Iterator[list[Any]]:
-    """The chains of what is published."""
-    found: list[Any] = []
-
-    def receive(body: Any, **_: Any) -> None:
-        found.append(body[2]["chain"])
-
-    before_task_publish.connect(receive, weak=False)
-    yield found
-    before_task_publish.disconnect(receive)
-
-
 def marks(sig: Any) -> Any:
     options = sig["options"]
     return read_stamp(options.get("headers") or {}, options["task_id"]).get(RUN)
@@ -47,7 +33,7 @@ def marks(sig: Any) -> Any:
 @pytest.mark.parametrize("head", ["ours", "theirs"])
 def test_the_last_step_of_a_chain_is_marked_if_its_first_is_ours(app, published, head):
     result = chain(app.signature(head), app.signature("elsewhere")).apply_async()
-    step = published[0][0]
+    step = published[0].embed["chain"][0]
     assert type(step) is Signature
     assert marks(step) == (result.parent.id if head == "ours" else None)
     assert head == "ours" or "headers" not in step["options"]
@@ -57,21 +43,15 @@ def test_so_is_the_body_of_a_chord_at_the_end(app, published):
     app.conf.result_backend = "cache+memory://"
     ours = app.signature("ours")
     chain(ours, chord([ours, ours], app.signature("theirs"), app=app)).apply_async()
-    assert type(published[0][0]) is chord
-    assert marks(published[0][0]["kwargs"]["body"])
+    assert type(published[0].embed["chain"][0]) is chord
+    assert marks(published[0].embed["chain"][0]["kwargs"]["body"])
 
 
-def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):
-    found: list[Any] = []
-
-    def receive(headers: Any, properties: Any, **_: Any) -> None:
-        found.append({**headers, **properties})
-
+def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app, published):
     app.conf.idempotency_mode = "off"
-    before_task_publish.connect(receive, weak=False)
     app.tasks["ours"].apply_async(idempotency_key="k", idempotency_scope="s")
-    before_task_publish.disconnect(receive)
-    assert not [name for name in found[0] if "idempotency" in name]
+    (message,) = published
+    assert not [n for n in message.headers | message.properties if "idempotency" in n]
 
 
 _SNAPSHOT = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from types import SimpleNamespace
@@ -35,8 +34,7 @@ from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.records import claim_key
-
-Published = list[SimpleNamespace]
+from tests.unit.conftest import Published
 
 
 def ours(app: Celery, name: str = "t", **options: Any) -> Any:
@@ -52,23 +50,6 @@ def keyed(app: Celery, runs: list[Any], answer: object = None, **options: Any) -
         return answer
 
     return ours(app, **{"idempotency_key": "key", **options})(task)
-
-
-@pytest.fixture
-def published() -> Iterator[Published]:
-    """Every message that was published, as it went out."""
-    seen: Published = []
-
-    def note(sender: str, headers: Any, body: Any, properties: Any, **_: Any) -> None:
-        about = {"task": sender, "headers": dict(headers), "stamp": headers.get("idempotency")}
-        about |= {name: headers[name] for name in ("id", "retries")}
-        about |= dict(zip(("args", "kwargs", "embed"), body, strict=True))
-        at = datetime.now(timezone.utc)
-        seen.append(SimpleNamespace(**about, properties=dict(properties), at=at))
-
-    before_task_publish.connect(note, weak=False)
-    yield seen
-    before_task_publish.disconnect(note)
 
 
 @pytest.fixture
