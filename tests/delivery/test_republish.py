@@ -11,7 +11,7 @@ import pytest
 from celery import __version__ as celery_version
 
 from celery_idempotent.records import Identity
-from celery_idempotent.stores import open_store
+from celery_idempotent.stores import get_store
 from tests.delivery.conftest import Site
 from tests.support import sites
 from tests.support.proxy import Proxy
@@ -31,7 +31,6 @@ class Cut(Site):
 
     proxy: Proxy
     only: Worker
-    address: str
 
 
 @pytest.fixture(
@@ -39,8 +38,7 @@ class Cut(Site):
 )
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cut]:
     """Four processes; on RabbitMQ with a topic exchange and a quorum queue that gives nothing out a third time."""
-    address = next(request.getfixturevalue("databases"))
-    server = urlsplit(address)
+    server = urlsplit(next(request.getfixturevalue("databases")))
     on_rabbitmq = request.param == "rabbitmq"
     queue = request.getfixturevalue("rabbitmq").queue() if on_rabbitmq else uuid.uuid4().hex
     quorum = {
@@ -60,32 +58,22 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             **({"task_queues": quorum} if on_rabbitmq else {}),
         }
         with sites.share(Cut, request, tmp_path_factory, request.param, **settings) as site:
-            site.proxy, site.address = proxy, address
-            site.only = site.worker(concurrency=4)
+            site.proxy, site.only = proxy, site.worker(concurrency=4)
             yield site
-
-
-def hold(cut: Cut, name: str, task_id: str) -> int:
-    """Hold the key of a message of a task without a rule; return the token."""
-    identity = Identity(namespace=name, key=f"@{task_id}")
-    return claim_key(open_store(cut.address), identity, lease_ms=60_000).token
-
-
-def let_go(cut: Cut, name: str, task_id: str, token: int) -> None:
-    open_store(cut.address).release(Identity(namespace=name, key=f"@{task_id}"), token=token)
 
 
 @pytest.mark.parametrize("name", ["guarded", "guarded_early"])
 def test_a_message_keeps_what_it_was_published_with(cut, key, name):
     """A set is nothing that JSON, the serializer of its task, could write."""
     task_id = str(uuid.uuid4())
-    token = hold(cut, name, task_id)
+    store, identity = get_store(cut.app), Identity(namespace=name, key=f"@{task_id}")
+    token = claim_key(store, identity, lease_ms=60_000).token
     options = {"serializer": "pickle", "delivery_mode": 1, "priority": 3}
     cut.publish(name, key, 0.0, set(), task_id=task_id, **options)
     wait_for(lambda: cut.conflicts(task_id) >= 2, 30, "it to come round twice")
     received = cut.ledger.entries("received", task_id=task_id)
     assert {each.key for each in received} == {"1 3 application/x-python-serialize"}
-    let_go(cut, name, task_id, token)
+    store.release(identity, token=token)
     wait_for(lambda: cut.ledger.count("end", key), 30, "it to run")
     assert f"[{task_id}] cannot be published" not in cut.only.log
     assert cut.ledger.count("start", key) == 1

@@ -39,21 +39,11 @@ def evicting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def open_evicting(open_site: Callable[..., Any]) -> Callable[..., Any]:
-    """A site whose store is another Redis than its broker."""
-
-    def open_(server: Server, **settings: Any) -> Any:
-        return open_site("redis", **{"idempotency_store": server.url, **settings})
-
-    return open_
-
-
 @pytest.mark.parametrize("pool", ["prefork", pytest.param("solo", marks=pytest.mark.wide)])
 def test_each_finding_is_a_line_in_the_log(
-    open_evicting: Callable[..., Any], evicting: Server, key: str, pool: str
+    open_site: Callable[..., Any], evicting: Server, key: str, pool: str
 ) -> None:
-    site = open_evicting(evicting)
+    site = open_site("redis", idempotency_store=evicting.url)
     worker = site.worker(pool=pool)
     wait_for(lambda: len(findings(worker)) >= 3, what="three findings")
     assert findings(worker) == [EARLY, ("WARNING", "W008"), ("WARNING", "W009")]
@@ -63,12 +53,12 @@ def test_each_finding_is_a_line_in_the_log(
 
 
 def test_a_store_that_hangs_keeps_no_worker_from_its_start_nor_from_its_end(
-    open_evicting: Callable[..., Any], tmp_path: Path
+    open_site: Callable[..., Any], tmp_path: Path
 ) -> None:
     with running(redis_binary(), tmp_path) as server:
         freeze(server.process.pid)
         try:
-            site = open_evicting(server, idempotency_store=f"{server.url}?socket_timeout=2")
+            site = open_site("redis", idempotency_store=f"{server.url}?socket_timeout=2")
             worker = site.worker()
             assert site.app.tasks["plain"].delay("free").get(timeout=30)
             wait_for(lambda: "E006" in worker.log, what="the store's silence to be noticed")
