@@ -1,4 +1,4 @@
-"""Limits and signals that strike outside run(): in the claim, in the settle, in the release."""
+"""Limits, signals, revokes, shutdowns: what strikes around a run, and what a child that is gone held is free."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import celery
 import pytest
-from celery.result import AsyncResult
 
+from celery_idempotent import TooManyCrashes
 from celery_idempotent.records import State
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
@@ -22,126 +22,160 @@ SetStage = Callable[..., Stage]
 Digests = dict[str, bytes]
 
 
-class TestInTheSettle:
-    """The effect happened, and its settle does not get through: nothing may release the key."""
-
-    def stuck(self, stage: Stage, proxy: Proxy, digests: Digests) -> tuple[AsyncResult[str], int]:
-        result = stage.publish("work", "k", "", "gate")
-        child = stage.started("k")
-        proxy.lose_requests(digests["settle"], times=None)
-        stage.open("gate")
-        wait_for(lambda: proxy.lost, what="a settle to be lost on its way")
-        assert stage.effects("k") == 1
-        assert stage.state("k") is State.PROCESSING
-        return result, child
-
-    @pytest.mark.parametrize("whole", [False, True], ids=["its child", "the worker"])
-    def test_a_termination_leaves_it_a_last_try(
-        self, set_stage: SetStage, redis_proxy: Proxy, digests: Digests, whole: bool
-    ):
-        """A child that is told to end, and a cold shutdown."""
-        stage = set_stage()
-        worker = stage.worker()
-        result, child = self.stuck(stage, redis_proxy, digests)
-        worker.freeze(child)
-        redis_proxy.heal()
-        if whole:
-            worker.send_signal(signal.SIGQUIT)
-            # What Celery says before it ends its children; from 5.5 on "Cold shutdown" comes after.
-            says = "Hitting Ctrl+C again" if celery.VERSION[:2] >= (5, 5) else "Cold shutdown"
-            stage.says(worker, says)
-        else:
-            os.kill(child, signal.SIGTERM)
-        worker.thaw(child)
-        wait_for(lambda: not alive(child), what="the child to end")
-        assert stage.state("k") is State.COMPLETED
-        if whole:
-            worker.wait()
-            worker.start()
-        # The message is not acknowledged: its redelivery replays.
-        stage.ran_once("k", result)
-        assert stage.starts("k") == 1
-        assert stage.told("released", "k") == stage.told("interrupted", "k") == 0
-
-
-class TestInTheClaim:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_limit_or_an_end_that_strikes_while_a_claim_is_unanswered_frees_the_key(
+    set_stage: SetStage, redis_proxy: Proxy, digests: Digests, number: signal.Signals
+):
     """The key may be ours by now, or not: nothing ran, so it is given back."""
-
-    @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-    def test_one_that_strikes_while_the_answer_is_on_its_way_frees_the_key(
-        self, set_stage: SetStage, redis_proxy: Proxy, digests: Digests, number: signal.Signals
-    ):
-        stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=60")
-        worker = stage.worker()
-        (child,) = worker.children()
-        redis_proxy.swallow_replies(digests["claim"], silent=True)
+    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=60")
+    worker = stage.worker()
+    (child,) = worker.children()
+    redis_proxy.swallow_replies(digests["claim"], silent=True)
+    result = stage.publish("work", "k")
+    wait_for(lambda: redis_proxy.swallowed, what="the claim to be executed")
+    assert stage.state("k") is State.PROCESSING
+    os.kill(child, number)
+    if number is signal.SIGUSR1:
+        assert type(stage.fails(result)).__name__ == "SoftTimeLimitExceeded"
+        assert stage.record("k") is None
+        assert stage.starts("k") == 0
         result = stage.publish("work", "k")
-        wait_for(lambda: redis_proxy.swallowed, what="the claim to be executed")
+    stage.ran_once("k", result)
+    record = stage.record("k")
+    assert record is not None
+    assert (record.attempts, record.crashes, stage.starts("k")) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("how", ["fails once", "retries once"])
+def test_a_failure_and_a_retry_stay_what_they_are_and_the_key_is_released_later(
+    set_stage: SetStage, redis_proxy: Proxy, how: str
+):
+    """Their release does not get through: the key is free when the store is back."""
+    stage = set_stage()
+    worker = stage.worker()
+    result = stage.publish("work", "k", how, "gate")
+    stage.started("k")
+    redis_proxy.refuse()
+    stage.open("gate")
+    stage.says(worker, "could not release work key k")
+    retries = how == "retries once"
+    if not retries:
+        assert repr(stage.fails(result)) == "ValueError('k')"
         assert stage.state("k") is State.PROCESSING
-        os.kill(child, number)
-        if number is signal.SIGUSR1:
-            assert type(stage.fails(result)).__name__ == "SoftTimeLimitExceeded"
-            assert stage.record("k") is None
-            assert stage.starts("k") == 0
-            result = stage.publish("work", "k")
-        stage.ran_once("k", result)
-        record = stage.record("k")
-        assert record is not None
-        assert (record.attempts, record.crashes, stage.starts("k")) == (1, 0, 1)
+    redis_proxy.heal()
+    stage.ran_once("k", result if retries else stage.publish("work", "k"))
+    assert (stage.starts("k"), stage.record("k").crashes) == (2, 0)
+    assert stage.ledger.count("retries 1", "k") == retries
 
 
-class TestInTheRelease:
-    """The run failed, and its release does not get through: the key is free when the store is back."""
-
-    @pytest.mark.parametrize("how", ["fails once", "retries once"])
-    def test_a_failure_and_a_retry_stay_what_they_are_and_the_key_is_released_later(
-        self, set_stage: SetStage, redis_proxy: Proxy, how: str
-    ):
-        stage = set_stage()
-        worker = stage.worker()
-        result = stage.publish("work", "k", how, "gate")
-        stage.started("k")
-        redis_proxy.refuse()
-        stage.open("gate")
-        stage.says(worker, "could not release work key k")
-        retries = how == "retries once"
-        if not retries:
-            assert repr(stage.fails(result)) == "ValueError('k')"
-            assert stage.state("k") is State.PROCESSING
-        redis_proxy.heal()
-        stage.ran_once("k", result if retries else stage.publish("work", "k"))
-        assert (stage.starts("k"), stage.record("k").crashes) == (2, 0)
-        assert stage.ledger.count("retries 1", "k") == retries
+@pytest.mark.parametrize("linked", [False, True], ids=["it stores", "it sends"])
+def test_a_soft_limit_that_strikes_while_celery_is_busy_with_a_task_fails_nothing(
+    set_stage: SetStage, linked: bool
+):
+    """The task is done, and its limit is that of no other task."""
+    stage = set_stage()
+    worker = stage.worker()
+    (child,) = worker.children()
+    hold = stage.app.tasks["hold"]
+    result = stage.publish("struck", "k", 2, link=hold.s() if linked else None)
+    assert stage.succeeds(result) == "struck"
+    assert stage.state("k", "struck") is State.COMPLETED
+    if not linked:
+        hold.delay("never")
+    wait_for(lambda: stage.ledger.count("held"), what="a task of Celery's own in this child")
+    os.kill(child, signal.SIGUSR1)
+    stage.says(worker, "SoftTimeLimitExceeded()")
 
 
-class TestAfterTheBody:
-    """The task is done: a soft limit fails nothing any more, and is the limit of no other task."""
+@pytest.mark.parametrize(
+    ("task", "effects", "state"), [("struck_before", 0, None), ("struck", 1, State.COMPLETED)]
+)
+def test_a_soft_limit_that_strikes_around_the_body_of_an_eager_call_is_raised_in_its_caller(
+    set_stage: SetStage, task: str, effects: int, state: State | None
+):
+    stage = set_stage()
+    stage.worker()
+    assert stage.succeeds(stage.publish("calls", "k", task, 1)) == "limited"
+    assert stage.effects("inner k") == effects
+    assert stage.state("inner k", task) is state
 
-    @pytest.mark.parametrize("linked", [False, True], ids=["it stores", "it sends"])
-    def test_one_that_strikes_while_celery_is_busy_with_it_fails_nothing(
-        self, set_stage: SetStage, linked: bool
-    ):
-        stage = set_stage()
-        worker = stage.worker()
-        (child,) = worker.children()
-        hold = stage.app.tasks["hold"]
-        result = stage.publish("struck", "k", 2, link=hold.s() if linked else None)
-        assert stage.succeeds(result) == "struck"
-        assert stage.state("k", "struck") is State.COMPLETED
-        if not linked:
-            hold.delay("never")
-        wait_for(lambda: stage.ledger.count("held"), what="a task of Celery's own in this child")
-        os.kill(child, signal.SIGUSR1)
-        stage.says(worker, "SoftTimeLimitExceeded()")
 
-    @pytest.mark.parametrize(
-        ("task", "effects", "state"), [("struck_before", 0, None), ("struck", 1, State.COMPLETED)]
-    )
-    def test_one_that_strikes_around_the_body_of_an_eager_call_is_raised_in_its_caller(
-        self, set_stage: SetStage, task: str, effects: int, state: State | None
-    ):
-        stage = set_stage()
-        stage.worker()
-        assert stage.succeeds(stage.publish("calls", "k", task, 1)) == "limited"
-        assert stage.effects("inner k") == effects
-        assert stage.state("inner k", task) is state
+#: How soon after the end of its process a claim must be free, in seconds, and a lease that would take longer.
+SOON = 60
+LONG = 300
+
+
+def free(stage: Stage, key: str) -> bool:
+    return stage.state(key) in (None, State.INTERRUPTED)
+
+
+@pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
+@pytest.mark.parametrize("given", ["message", "command line", "none: it kills its process"])
+def test_a_task_that_always_meets_its_hard_limit_is_failed_after_the_crashes_allowed(
+    set_stage: SetStage, given: str
+):
+    stage = set_stage(task_acks_on_failure_or_timeout=False, idempotency_lease=LONG)
+    stage.worker(arguments=["--time-limit", "1"] if given == "command line" else [])
+    options = {"time_limit": 1} if given == "message" else {}
+    mood, gate = ("kills", "") if given.startswith("none") else ("", "never")
+    stage.publish("work", "k", mood, gate, **options)
+    # SIGTERM ends each run, and comes before SIGKILL: the run must not take it for a shutdown.
+    wait_for(lambda: stage.state("k") is State.FAILED, SOON, "the key to be FAILED")
+    assert stage.starts("k") == 4
+    assert stage.effects("k") == 0
+    assert stage.record("k").crashes == 4
+    assert type(stage.fails(stage.publish("work", "k"))) is TooManyCrashes
+    assert stage.length() == 0
+
+
+@pytest.mark.parametrize(
+    # Killed: test_undertaker.py.
+    "number",
+    ["SIGTERM", pytest.param("SIGKILL", marks=pytest.mark.wide)],
+)
+def test_a_terminated_child_leaves_the_key_free(set_stage: SetStage, number: str):
+    stage = set_stage(idempotency_lease=LONG)
+    worker = stage.worker()
+    victim = stage.publish("work", "k", "hangs once")
+    child = stage.started("k")
+    stage.app.control.revoke(victim.id, terminate=True, signal=number)
+    wait_for(lambda: not alive(child), what="the child to end")
+    # The loss of a child is noticed at once or, by a timer of the pool's, after 5 s.
+    wait_for(lambda: f"{child} exited" in worker.log or free(stage, "k"), SOON, "notice of it")
+    wait_for(lambda: free(stage, "k"), SOON, "the key to be free")
+    stage.ran_once("k", stage.publish("work", "k"))
+    assert str(victim.state) == "REVOKED"
+
+
+def test_a_cold_shutdown_gives_the_key_back_and_the_redelivery_runs(set_stage: SetStage):
+    stage = set_stage()
+    worker = stage.worker()
+    result = stage.publish("work", "k", "hangs once")
+    stage.started("k")
+    worker.send_signal(signal.SIGQUIT)
+    worker.wait()
+    assert free(stage, "k")
+    assert stage.told("released", "k") + stage.told("interrupted", "k") >= 1
+    assert stage.length() == 1
+    worker.start()
+    stage.ran_once("k", result)
+    assert stage.starts("k") == 2
+
+
+@pytest.mark.skipif(celery.VERSION[:2] < (5, 7), reason="Celery 5.7 brought it")
+@pytest.mark.parametrize(
+    "task", ["sent_again_early", pytest.param("sent_again", marks=pytest.mark.wide)]
+)
+def test_a_retry_that_celery_sends_for_a_lost_child_runs_under_the_same_key(
+    set_stage: SetStage, task: str
+):
+    """``task_retry_on_worker_lost``"""
+    stage = set_stage()
+    worker = stage.worker()
+    result = stage.publish(task, "k", "hangs once")
+    worker.kill_child(stage.started("k"))
+    stage.ran_once("k", result, task=task)
+    assert stage.starts("k") == 2
+    assert stage.ledger.count("retries 1", "k") == 1, "a retry, and no redelivery"
+    assert stage.record("k", task).crashes == 1
+    assert stage.length() == 0
