@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,8 @@ from celery.result import AsyncResult
 from tests.delivery.driving import Stage, Steps, drive
 from tests.delivery.histories_app import POLICIES
 from tests.delivery.stand import Stand, open_stand
-from tests.support.sites import RABBITMQ, REDIS
+from tests.support.sites import RABBITMQ, REDIS, Message
+from tests.support.waiting import wait_for
 from tests.support.watch import Results, copies
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.timeout(400)]
@@ -443,3 +445,20 @@ def test_copies_stay_bounded_under_a_short_visibility_timeout(played, situation,
 @ON_BOTH
 def test_no_message_is_left_over(played):
     assert played.left_over == 0
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_a_message_of_an_old_publisher_is_one_in_any_protocol(shared, key, protocol):
+    """Its app does not import the library: no header, so the worker finds the key."""
+    task_id = str(uuid.uuid4())
+    if protocol == 1:
+        headers: dict[str, Any] = {}
+        body: Any = {"task": "keyed", "id": task_id, "args": [key], "kwargs": {}}
+    else:
+        headers = {"task": "keyed", "id": task_id}
+        body = [[key], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+    about = {"serializer": "json", "correlation_id": task_id}
+    by_hand = shared.deliver(Message(task_id, body, headers, about), times=2).get(timeout=20)
+    assert shared.publish("keyed", key).get(timeout=20) == by_hand
+    wait_for(lambda: shared.ledger.count("replayed", key) >= 2, 20, "two replays")
+    assert shared.ledger.count("start", key) == 1

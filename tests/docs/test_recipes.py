@@ -1,4 +1,4 @@
-"""docs/recipes.md: each example with runs that are late or killed, and effects counted outside of them."""
+"""docs/recipes.md and docs/deploying.md: each example, with late or killed runs and effects counted outside of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import contextlib
 import json
 import re
 import sqlite3
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from celery import Celery
 from celery.beat import Scheduler
+from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.sweep import SWEEP
 from celery_idempotent.testing import FakeClock, crash_matrix, deliver, isolated_records
-from tests.support.pages import load
+from tests.support.apps import close_app
+from tests.support.pages import block, load
 from tests.support.paths import ROOT
 
 
@@ -194,3 +198,37 @@ class TestWithoutAWorker:
             clock.now.return_value.timestamp.return_value = minute * 60
             module.report.delay()
             assert reports.make.call_count == runs
+
+
+SHOP = """
+from celery import Celery
+from celery_idempotent import IdempotentTask
+
+app = Celery("shop", set_as_current=False)
+
+@app.task(base=IdempotentTask, shared=False, name="shop.charge", {options})
+def charge(order_id, amount, note=None): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ('idempotency_key="order_id"', True),
+        ('idempotency_key=("order_id", "amount")', False),
+        ('idempotency_key="order_id", idempotency_namespace="pay"', False),
+        ('idempotency_key="order_id", idempotency_scope="amount"', False),
+        ('idempotency_key="order_id", idempotency_fingerprint="order_id"', False),
+    ],
+)
+def test_the_test_for_ci_passes_and_finds_a_change(monkeypatch, options, passes):
+    shop: Any = ModuleType("shop")
+    monkeypatch.setitem(sys.modules, "shop", shop)
+    monkeypatch.setattr(before_task_publish, "receivers", [])
+    exec(SHOP.format(options=options), vars(shop))
+    page: dict[str, Any] = {}
+    exec(block("deploying", "test_keys.py"), page)
+    refused = pytest.raises(AssertionError, match=r"operations of shop.charge would run again")
+    with contextlib.nullcontext() if passes else refused:
+        page["test_no_key_changes"]()
+    close_app(shop.app)

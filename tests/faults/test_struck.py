@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import celery
 import pytest
 
 from celery_idempotent import TooManyCrashes
+from celery_idempotent.celery.delivery import identify_delivery
 from celery_idempotent.records import State
+from celery_idempotent.stores import get_store
+from tests.delivery.app import make_app
 from tests.faults.conftest import Stage
+from tests.support.apps import environment
 from tests.support.proxy import Proxy
+from tests.support.records import claim_key
+from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.support.workers import alive
+from tests.support.workers import alive, child_environment
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 
@@ -129,7 +139,6 @@ def test_a_task_that_always_meets_its_hard_limit_is_failed_after_the_crashes_all
 
 
 @pytest.mark.parametrize(
-    # Killed: test_undertaker.py.
     "number",
     ["SIGTERM", pytest.param("SIGKILL", marks=pytest.mark.wide)],
 )
@@ -178,4 +187,102 @@ def test_a_retry_that_celery_sends_for_a_lost_child_runs_under_the_same_key(
     assert stage.starts("k") == 2
     assert stage.ledger.count("retries 1", "k") == 1, "a retry, and no redelivery"
     assert stage.record("k", task).crashes == 1
+    assert stage.length() == 0
+
+
+#: What the main process of a worker does with its first lost child, and which modules that imports in which thread.
+_PROGRAM = """
+import subprocess, sys, threading, time
+
+import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
+from celery_idempotent.celery import worker
+from celery_idempotent.signals import worker_name
+from tests.delivery.app import app
+
+app.finalize()
+task = app.tasks["work"]
+imported = []
+
+class Notice:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            imported.append(name)
+
+sys.meta_path.insert(0, Notice())
+ended = subprocess.Popen(["true"])
+ended.wait()
+print(worker_name(ended.pid), flush=True)
+sys.stdin.readline()
+
+class Delivery:
+    task, id, worker_pid = task, "t", ended.pid
+    request_dict, _payload, _loss_handled = {}, (["k"], {}, {}), False
+    _child_lost = worker.Request._child_lost
+
+threads = []
+start = threading.Thread.start
+threading.Thread.start = lambda self: (threads.append(self), start(self))[1]
+Delivery()._child_lost()
+assert {thread.name for thread in threads} == {"idempotency-background"}, threads
+for thread in threads:
+    thread.join()
+print("imported:", *imported)
+"""
+
+
+def test_the_thread_that_tells_of_a_lost_child_imports_nothing(
+    private_redis: EmbeddedRedis, tmp_path: Path
+):
+    """A child forked meanwhile would wait for ever for the lock of a module that nobody imports there."""
+    conf = {"broker_url": "memory://", "idempotency_store": private_redis.url()}
+    main = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM],
+        cwd=tmp_path,
+        env=child_environment(environment(conf)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with main:
+        assert main.stdout is not None
+        lost = main.stdout.readline().strip()
+        app = make_app(conf)
+        task: Any = app.tasks["work"]
+        record = claim_key(
+            get_store(app),
+            identify_delivery(task._definition, {}, ["k"], {}, task_id="t").identity,
+            keep_ms=30_000,
+            task_id="t",
+            worker=lost,
+        )
+        output, _ = main.communicate("go on\n", timeout=60)
+    assert main.returncode == 0
+    # It did all that it can have to do.
+    record = task.idempotency_record("k")
+    assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
+    assert output == "imported:\n"
+    get_store(app).close()
+
+
+def test_the_loss_of_a_child_lets_nobody_in_before_it_is_gone(set_stage: Callable[..., Stage]):
+    stage = set_stage()
+    stage.worker()
+    # The limit is announced at once; a child that is deaf to SIGTERM lives for another 0.1 s.
+    late = stage.publish("work", "k", "hangs deaf once", time_limit=2)
+    child = stage.started("k")
+    lived = True
+
+    def interrupted() -> bool:
+        nonlocal lived
+        if stage.state("k") is not State.INTERRUPTED:
+            return False
+        lived = alive(child)
+        return True
+
+    wait_for(interrupted, 30, "the claim to be interrupted", interval=0.002)
+    assert not lived
+    assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
+    assert stage.record("k").crashes == 1
+    stage.tells("interrupted", "k")
+    stage.ran_once("k", stage.publish("work", "k"))
     assert stage.length() == 0
