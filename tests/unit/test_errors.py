@@ -1,4 +1,4 @@
-"""Errors: one root, and each survives the ways by which Celery hands exceptions on."""
+"""Errors and records: each survives the ways by which it is handed on, and tells people nothing that is secret."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import celery_idempotent
 from celery_idempotent import errors
 from celery_idempotent.errors import DuplicateCall, IdempotencyError, InProgress, TooManyCrashes
+from celery_idempotent.records import Claimed, Identity, Record, State, Stored
 
 ALL = [
     each
@@ -54,3 +55,31 @@ def test_each_comes_out_of_a_pickle_of_celerys_json_and_of_a_result_backend(app,
     again = backend.get_result(f"id-{id(error)}")
     same(error, again)
     same(error, backend.exception_to_python(backend.prepare_exception(again, "json")))
+
+
+SECRET = Stored(
+    content_type="application/json", content_encoding="utf-8", body=b'"4111 1111 1111 1111"'
+)
+RECORD = Record(
+    identity=Identity(namespace="shop.charge", key="order-17"),
+    state=State.COMPLETED,
+    token=17,
+    created_ms=1,
+    updated_ms=2,
+    task_id="t1",
+    value=SECRET,
+    steps=(("pay", SECRET),),
+    message=b'[["4111 1111 1111 1111"], {}]',
+)
+
+
+def test_no_text_of_a_record_has_a_result_a_step_or_arguments():
+    for text in (repr(RECORD), str(RECORD), repr(Claimed(RECORD)), repr(RECORD.value)):
+        assert "4111" not in text
+    assert "shop.charge" in repr(RECORD)
+    assert "application/json" in repr(RECORD)
+    assert "'pay'" in repr(RECORD)
+
+
+def test_a_value_survives_pickling():
+    assert pickle.loads(pickle.dumps(RECORD)) == RECORD
