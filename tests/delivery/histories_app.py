@@ -18,7 +18,7 @@ from typing import Any
 
 from celery import Celery, Task, current_task
 from celery.backends.redis import RedisBackend
-from celery.signals import task_failure, task_postrun, task_prerun, task_received, worker_ready
+from celery.signals import task_postrun, task_prerun, task_received, worker_ready
 
 from celery_idempotent import IdempotentTask, get_store, signals
 from tests.support.apps import configure, hurry, wanted
@@ -188,7 +188,6 @@ def _watch(app: Celery) -> None:
     worker_ready.connect(hurry, weak=False)
     task_prerun.connect(_turn_to, weak=False)
     task_received.connect(_received, weak=False)
-    task_failure.connect(_failed, weak=False)
     task_postrun.connect(lambda **_: meet("acking"), weak=False)
     for name in ("conflicted", "replayed"):
         getattr(signals, name).connect(partial(_told, name), weak=False)
@@ -219,10 +218,6 @@ def _turn_to(task_id: str, args: Any, **_: Any) -> None:
     global _label
     _label = label_of(args, {})
     Ledger.from_env().append("begun", "", task_id)
-
-
-def _failed(sender: Any, task_id: str, **_: Any) -> None:
-    Ledger.from_env().append("failure", sender.name, task_id)
 
 
 def _told(name: str, *, event: signals.Event, **_: Any) -> None:

@@ -24,7 +24,7 @@ from tests.support import sites
 from tests.support.apps import environment
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.proxy import Proxy
-from tests.support.servers import EmbeddedRedis, RabbitMQ, embedded_redis
+from tests.support.servers import RabbitMQ, embedded_redis
 from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
@@ -38,7 +38,6 @@ class Stand(sites.Site):
 
     module: ClassVar[Any] = histories_app
 
-    server: EmbeddedRedis
     to_broker: Proxy
     to_store: Proxy
     lead: Worker
@@ -154,22 +153,15 @@ class Stand(sites.Site):
     def ended(self, result: AsyncResult[Any]) -> bool:
         return result.state in ("SUCCESS", "FAILURE")
 
-    def failures(self, result: AsyncResult[Any]) -> int:
-        return self.ledger.count("failure", task_id=result.id)
-
     def arrived(self, queue: str) -> bool:
         """Take a message from a queue where nobody listens; return whether there was one."""
         with Connection(self.settings["broker_url"]) as connection:
             bound: Any = self.app.amqp.queues[queue].bind(connection.channel())
             return bound.get(no_ack=True) is not None
 
-    def says(self, line: str, since: int = 0) -> None:
+    def says(self, line: str) -> None:
         """Wait until the worker writes this."""
-        wait_for(
-            lambda: line in self.lead.log[since:],
-            PATIENCE,
-            lambda: f"{line}\n{self.lead.tail()}",
-        )
+        wait_for(lambda: line in self.lead.log, PATIENCE, lambda: f"{line}\n{self.lead.tail()}")
 
 
 @contextlib.contextmanager
@@ -178,7 +170,6 @@ def open_stand(
     directory: Path,
     rabbitmq: RabbitMQ | None,
     *,
-    pool: str = "prefork",
     concurrency: int = 2,
     outbox: bool = False,
     together: bool = False,
@@ -186,9 +177,7 @@ def open_stand(
 ) -> Iterator[Stand]:
     """Open a stand: a Redis of its own for records and results (and messages), and a worker behind proxies."""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            embedded_redis(persistent=True, options={"appendfsync": "always"})
-        )
+        server = stack.enter_context(embedded_redis())
         url = rabbitmq.url if rabbitmq else server.url(0)
         address = urlsplit(url)
         to_broker = stack.enter_context(
@@ -212,7 +201,7 @@ def open_stand(
             "longest_pause": 2.0,
             **more,
         }
-        behind = {"idempotency_store": to_store.url(2)} if "idempotency_store" not in more else {}
+        behind = {"idempotency_store": to_store.url(2)}
         env: dict[str, str] = {}
         if together:  # the result is stored with its record
             settings["result_backend"], behind["result_backend"] = server.url(2), to_store.url(2)
@@ -232,13 +221,12 @@ def open_stand(
         lead = Worker(
             "tests.delivery.histories_app",
             directory=directory,
-            name=f"{broker}.{pool}",
+            name=broker,
             env={
                 **environment({**settings, **behind}),
                 LEDGER_VARIABLE: str(ledger.path),
                 **env,
             },
-            pool=pool,
             concurrency=concurrency,
         )
         stand = Stand(
@@ -249,7 +237,6 @@ def open_stand(
             redis=redis.Redis.from_url(server.url(1)),
             new_queue=rabbitmq.queue if rabbitmq else lambda: f"aside.{uuid.uuid4().hex}",
             start=lead.start,
-            server=server,
             to_broker=to_broker,
             to_store=to_store,
             lead=lead,
