@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from celery_idempotent.protocol import atomic
-from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.options import Policy
-from celery_idempotent.protocol.run import OnCommit, Run, execute, give_back
+from celery_idempotent.protocol.run import Run, execute
 from celery_idempotent.records import Identity, Record
-from celery_idempotent.stores import Store
 
 IDENTITY = Identity(namespace="shop.charge", key="order-17")
 
@@ -52,14 +50,9 @@ class Call:
     """What a run is about."""
 
     identity: Identity = IDENTITY
-    fingerprint: bytes | None = None
     task_id: str = "t1"
-    worker: str = "host:1"
-    message: bytes | None = None
     keep_failure: bool = False
     control: tuple[type[Exception], ...] = ()
-    longest_wait_ms: int | None = None
-    open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
 
 
 class CallRun(Run):
@@ -71,16 +64,14 @@ class CallRun(Run):
         self.name, self.policy, self.codec = runner.name, runner.policy, runner.codec
         self.sender, self.open_store = "sender", runner.store  # type: ignore[method-assign]
         self.store = None  # type: ignore[assignment]
-        self.call = call
-        self.identity, self.fingerprint = call.identity, call.fingerprint
-        self.task_id, self.worker, self.message = call.task_id, call.worker, call.message
+        self.identity, self.fingerprint = call.identity, None
+        self.task_id, self.worker = call.task_id, "host:1"
         self.keeps_failure, self.control = call.keep_failure, call.control
-        self.open_transactions = call.open_transactions
         if self.policy.atomic:
             self.in_transaction = atomic.run_body
 
     def longest_wait_ms(self) -> int | None:
-        return self.call.longest_wait_ms
+        return None
 
     def replay(self, record: Record, age_ms: int) -> object:
         self.replayed = Replay(record, age_ms)
@@ -109,8 +100,3 @@ class Runner:
         except Answered as answered:
             return answered.answer
         return run.replayed or Ran(value)
-
-    def release(self, claim: Claim) -> None:
-        """Give the key back from within the body."""
-        assert isinstance(claim, Run)
-        give_back(claim)

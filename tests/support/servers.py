@@ -136,7 +136,6 @@ class RabbitMQ:
     """A RabbitMQ for one test session; ``url`` includes a virtual host of the session's own if that is possible."""
 
     url: str
-    own_vhost: bool
     queues: list[str] = field(default_factory=list)
 
     def queue(self) -> str:
@@ -163,7 +162,7 @@ def open_rabbitmq() -> Iterator[RabbitMQ]:
     url = named or _LOCAL_RABBITMQ
     need(_listening(url, 5672), f"RabbitMQ ({RABBITMQ_VARIABLE}, or one on 127.0.0.1:5672)")
     vhost = None if named else _own_vhost(urlsplit(url).username or "guest")
-    broker = RabbitMQ(f"{url.removesuffix('//')}/{vhost}" if vhost else url, own_vhost=bool(vhost))
+    broker = RabbitMQ(f"{url.removesuffix('//')}/{vhost}" if vhost else url)
     try:
         yield broker
     finally:
