@@ -26,6 +26,7 @@ from celery_idempotent.protocol.options import KEY_OPTIONS, SETTINGS, Policy, fi
 from celery_idempotent.records import State
 from celery_idempotent.stores import get_store
 from docs import generated, timelines
+from tests.support.pages import block, files
 from tests.support.paths import ROOT
 from tests.support.programs import python, run
 from tests.support.servers import EmbeddedRedis
@@ -74,13 +75,9 @@ def test_the_example_of_the_recipe_keeps_tenants_apart() -> None:
 
 
 def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
-    files = {}
-    for block in blocks((ROOT / "docs" / "http.md").read_text()):
-        name = re.match(r"# (\S+\.py)\n", block)
-        assert name is not None, "an example says which file it is"
-        files[name[1]] = block
-    del files["shop/api.py"], files["shop/ninja.py"]  # below
-    assert {"shop/views.py", "shop/tasks.py", "shop/urls.py", "try.py"} == set(files)
+    shop = files("http")
+    del shop["shop/api.py"], shop["shop/ninja.py"]  # below
+    assert {"shop/views.py", "shop/tasks.py", "shop/urls.py", "try.py"} == set(shop)
     # Who calls is for the project's middleware to say; this one believes a header.
     settings = (
         "from django.conf import settings\n"
@@ -89,8 +86,8 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
         " IDEMPOTENCY_HTTP={'scope': lambda request: request.headers.get('X-User')})\n"
         "import django\ndjango.setup()\n"
     )
-    code = settings + files.pop("try.py") + REFUSED
-    run_in_shop(tmp_path, code, {path.removeprefix("shop/"): text for path, text in files.items()})
+    code = settings + shop.pop("try.py") + REFUSED
+    run_in_shop(tmp_path, code, {path.removeprefix("shop/"): text for path, text in shop.items()})
 
 
 #: What the example of the page leaves out: requests that are refused, and a task that fails.
@@ -215,27 +212,17 @@ def run_in_shop(directory: Path, code: str, files: dict[str, str]) -> None:
     python(directory, "-W", ninjas, "-c", code)
 
 
-def http_example(name: str) -> str:
-    """Return the file of this name on the page about HTTP."""
-    (example,) = (
-        block
-        for block in blocks((ROOT / "docs" / "http.md").read_text())
-        if block.startswith(f"# {name}\n")
-    )
-    return example
-
-
 def test_in_the_example_for_the_rest_framework_who_lost_an_order_does_not_get_its_answer(
     tmp_path: Path,
 ) -> None:
-    run_in_shop(tmp_path, LOSING, {"api.py": http_example("shop/api.py"), **ORDERS})
+    run_in_shop(tmp_path, LOSING, {"api.py": block("http", "shop/api.py"), **ORDERS})
 
 
 def test_in_the_example_for_ninja_each_key_takes_effect_once(tmp_path: Path) -> None:
     if find_spec("ninja") is None:
         pytest.skip("Django Ninja is not installed")
-    files = {f"{name}.py": http_example(f"shop/{name}.py") for name in ("ninja", "tasks")}
-    run_in_shop(tmp_path, PAYING_TWICE, {**files, **TOKENS})
+    shop = {f"{name}.py": block("http", f"shop/{name}.py") for name in ("ninja", "tasks")}
+    run_in_shop(tmp_path, PAYING_TWICE, {**shop, **TOKENS})
 
 
 def test_the_http_page_lists_every_option_and_every_problem() -> None:

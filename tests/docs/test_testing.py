@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tests.support.pages import files
 from tests.support.paths import ROOT
 from tests.support.programs import python
 
@@ -20,14 +21,12 @@ except AssertionError as report:
 
 
 def test_the_examples_of_the_page_pass(tmp_path):
-    for name, code in re.findall(
-        r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
-    ):
-        (tmp_path / name).write_text(f"# {name}\n{code}")
+    for name, code in files("testing").items():
+        (tmp_path / name).write_text(code)
     (tmp_path / "show.py").write_text(SHOW)
     options = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:valkey", "-p", "no:django")
-    files = ("test_deliveries.py", "test_crashes.py", "show.py")
-    told = python(tmp_path, "-m", "pytest", *options, *files).stdout
+    suites = ("test_deliveries.py", "test_crashes.py", "show.py")
+    told = python(tmp_path, "-m", "pytest", *options, *suites).stdout
     assert "3 passed" in told
     (shown,) = re.findall(r"test_testing\.py -->\n```text\n(.*?)```", PAGE, re.DOTALL)
     assert told.startswith(shown)

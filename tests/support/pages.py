@@ -28,6 +28,13 @@ def block(page: str, title: str, language: str = "python") -> str:
     return found[0]
 
 
+def files(page: str) -> dict[str, str]:
+    """Return the examples of ``docs/<page>.md`` that are files, by the names in their first lines."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    found = re.findall(r"^```python\n(# (\S+\.py)\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return {name: code for code, name in found}
+
+
 def load(app: Celery, page: str, title: str, given: Mapping[str, Any]) -> ModuleType:
     """Run an example as a module, whose tasks belong to ``app``; ``given`` stands in for the rest of a shop.
 

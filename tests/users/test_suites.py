@@ -13,14 +13,13 @@ import pytest
 
 from tests.sql import databases
 from tests.support import programs
-from tests.support.paths import ROOT
+from tests.support.pages import files
 
 pytest.importorskip("django")
 
 from django.db import connections
 
 SHOP = Path(__file__).parent / "shop"
-PAGE = ROOT / "docs" / "testing.md"
 #: Of those that are installed here; their import alone takes seconds.
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 DJANGO = ("-m", "django", "test", "tests.users.shop.suite_django", "--noinput")
@@ -82,9 +81,7 @@ def test_a_suite_passes_and_its_records_end_with_each_test(run, vendor, suite):
 )
 def test_the_suites_of_the_page_pass_without_the_server_of_their_records(tmp_path, command):
     """Each sends the same key twice in two tests."""
-    for block in re.findall(
-        r"^```python\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
-    ):
-        (tmp_path / block[0]).write_text(block[1])
+    for name, code in files("testing").items():
+        (tmp_path / name).write_text(code)
     done = programs.python(tmp_path, "-m", *command)
     assert "2 passed" in done.stdout or "Ran 2 tests" in done.stderr
