@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -20,7 +19,7 @@ from tests.faults.conftest import TOGETHER, Stage
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.support.watch import States
+from tests.support.watch import Results
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 
@@ -81,13 +80,13 @@ def test_a_late_worker_stores_no_result_and_tells_nobody(
     assert stage.succeeds(winner) == f"done by {winner.id}"
     settled = stage.record("k")
     assert (settled.state, settled.crashes, settled.attempts) == (State.COMPLETED, 1, 2)
-    with redis.Redis.from_url(url) as client, closing(States(client, late.id)) as states:
+    with redis.Redis.from_url(url) as client, Results(client) as results:
         worker.thaw(child)
         redis_proxy.heal()
         stage.open("gate")
         assert stage.succeeds(late) == f"done by {winner.id}"
         stage.tells("lease_lost", "k")
-        assert [each["result"] for each in states.stored()] == [f"done by {winner.id}"]
+        assert wait_for(lambda: results.of(late.id), what="its announcement") == ["SUCCESS"]
     assert stage.record("k") == settled
 
 

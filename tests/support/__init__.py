@@ -9,7 +9,7 @@
 - A lost request, a lost answer, a server that is away: ``proxy.Proxy``.
 - A server: ``redis_url`` (others use it, too), ``databases`` (unused ones), ``private_redis`` (to be broken),
   ``persistent_redis`` (that keeps its data), ``rabbitmq``.
-- What callers see: ``watch.States`` (of one task), ``watch.Results`` (of all).
+- What callers see: ``watch.Results``.
 - A run without Celery: ``runs``. A record in some state: ``records``. What was reported: ``telling.listening``.
 - Threads that start together: ``threads.all_at_once``; one in the background: ``threads.in_background``.
 - A condition: ``waiting.wait_for``. The time of a test is never waited for.

@@ -3,39 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
-from typing import Any
-from uuid import uuid4
 
 import redis
-
-
-class States:
-    """Every result that is stored for a task id from now on, in order: Celery's Redis backend announces each one."""
-
-    def __init__(self, client: redis.Redis, task_id: str) -> None:
-        self._client = client
-        self._results = f"celery-task-meta-{task_id}"
-        self._mark = f"up-to-here-{uuid4()}"
-        self._pubsub = client.pubsub()
-        self._pubsub.subscribe(self._results, self._mark)
-        self._stored: list[dict[str, Any]] = []
-        self.stored()  # the subscriptions stand
-
-    def stored(self) -> list[dict[str, Any]]:
-        # A server hands out what is published in its order: whatever was stored before comes before the mark.
-        while not self._client.publish(self._mark, ""):
-            time.sleep(0.01)
-        while (message := self._pubsub.get_message(timeout=5)) is not None:
-            if message["type"] == "message":
-                if message["channel"].decode() == self._mark:
-                    return self._stored
-                self._stored.append(json.loads(message["data"]))
-        raise AssertionError(f"{self._mark} never came back")
-
-    def close(self) -> None:
-        self._pubsub.close()
 
 
 def copies(client: redis.Redis, queue: str, task_id: str) -> int:
