@@ -523,15 +523,15 @@ def test_only_a_forced_forget_deletes_a_record_that_cannot_be_read(
     store.close()
 
 
+DOWN = Mock(side_effect=StoreUnavailable("it is down"))
+
+
 @pytest.mark.parametrize(
     "words", ["list", "stats", "explain order-17", "forget order-17 --yes", "check --health"]
 )
 def test_a_store_that_does_not_answer_is_exit_code_3(run, store, monkeypatch, words):
-    def down(*_: Any, **__: Any) -> Any:
-        raise StoreUnavailable("it is down")
-
     for verb in ("get", "list", "stats"):
-        monkeypatch.setattr(store, verb, down)
+        monkeypatch.setattr(store, verb, DOWN)
     result = run(*words.split())
     assert result.exit_code == 3
     assert "it is down" in result.stderr
@@ -541,10 +541,7 @@ def test_a_store_that_fails_in_the_middle_ends_an_operation(store, run, monkeypa
     for number in range(3):
         settle(store, claim(store, f"key {number}"), State.FAILED, DECLINED)
 
-    def down(*_: Any, **__: Any) -> Any:
-        raise StoreUnavailable("it is down")
-
-    monkeypatch.setattr(store, "forget", down)
+    monkeypatch.setattr(store, "forget", DOWN)
     result = run("forget", "--all", "--task", TASK, "--yes")
     assert result.exit_code == 3
     assert "2 unknown" in result.stderr
