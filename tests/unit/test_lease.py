@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from celery_idempotent.testing import FakeClock
 from tests.support.programs import run
 from tests.support.records import claim_key
 from tests.support.waiting import wait_for
-from tests.support.workers import in_child
 
 
 class Store(MemoryStore):
@@ -225,42 +223,6 @@ class TestHeartbeat:
             "print(len(os.listdir('/proc/self/task')))"
         )
         assert run("-c", code).stdout.split() == ["1", "2"]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-class TestFork:
-    def test_a_fork_at_any_moment_leaves_no_lock_behind(self, heartbeat, store):
-        """Other threads of the parent may be inside the heartbeat at the moment of the fork."""
-        stop = threading.Event()
-
-        def busy() -> None:
-            claim = take(Store(), lease_ms=60_000)
-            while not stop.is_set():
-                heartbeat.add(claim)
-                heartbeat.remove(claim)
-
-        threads = [threading.Thread(target=busy, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-
-        def child() -> str:
-            claim = take(MemoryStore(), lease_ms=60_000)
-            done = threading.Event()
-
-            def use() -> None:
-                heartbeat.add(claim)
-                heartbeat.remove(claim)
-                done.set()
-
-            threading.Thread(target=use, daemon=True).start()
-            return "free" if done.wait(30) else "locked"
-
-        try:
-            assert {in_child(child) for _ in range(20)} == {"free"}
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
 
 
 def test_an_undo_is_called_until_it_is_answered_and_again_for_a_late_command(
