@@ -95,7 +95,7 @@ class Run(Claim, Call):
     #: The message of the newest call that this one stands for.
     newest: bytes | None = None
     #: The body replaced its task by another one, which has its task id.
-    replaced: bool
+    replaced = False
     #: :func:`.atomic.run_body`, if the policy is atomic.
     in_transaction: Callable[[Run, Body], object] | None = None
     #: How often the database rolled this call back at its end.
@@ -106,13 +106,12 @@ class Run(Claim, Call):
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Is :meth:`after_settle` to be called?
     has_callbacks = False
-    settling_since: float
+    settling_since = 0.0
     #: How long the caller waits for a settle; the heartbeat goes on with it. If it is longer than a lease, a lease.
     settle_seconds = math.inf
     #: Of a duplicate that waits.
     polls = 0
-    #: ``None`` until it is opened.
-    store: Store
+    store: Store = None  # type: ignore[assignment]  # only until it is opened
 
     identity: Identity
     fingerprint: bytes | None
@@ -658,7 +657,7 @@ def _observe(run: Run, body: Body) -> object:
 
 def unguarded(run: Run) -> Run:
     """Give ``run`` a claim that holds nothing: its token is 0, its steps just run."""
-    run.phase, run.replaced = Phase.UNGUARDED, False
+    run.phase = Phase.UNGUARDED
     run.record = Record(
         identity=run.identity, state=PROCESSING, token=0, created_ms=0, updated_ms=0
     )

@@ -63,7 +63,6 @@ class CallRun(Run):
     def __init__(self, runner: Runner, call: Call) -> None:
         self.name, self.policy, self.codec = runner.name, runner.policy, runner.codec
         self.sender, self.open_store = "sender", runner.store  # type: ignore[method-assign]
-        self.store = None  # type: ignore[assignment]
         self.identity, self.fingerprint = call.identity, None
         self.task_id, self.worker = call.task_id, "host:1"
         self.keeps_failure, self.control = call.keep_failure, call.control
