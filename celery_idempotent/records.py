@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from binascii import hexlify
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -34,6 +35,21 @@ _PARTS_OF_UUID: Final = Struct("8s4s4s4s12s").unpack
 def uuid_text(packed: bytes) -> str:
     """Return 16 bytes as a UUID, in a tenth of the time that :mod:`uuid` takes."""
     return b"-".join(_PARTS_OF_UUID(hexlify(packed))).decode()
+
+
+class PackedId(str):
+    """A UUID that knows its bytes: to parse it takes 2 % of a request's instructions."""
+
+    __slots__ = ("packed",)
+    packed: bytes
+
+
+def random_id() -> PackedId:
+    """Return a new task id."""
+    packed = os.urandom(16)
+    made = PackedId(uuid_text(packed))
+    made.packed = packed
+    return made
 
 
 class State(enum.Enum):

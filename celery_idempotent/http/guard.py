@@ -48,7 +48,7 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.protocol.run import Run, execute
-from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored, uuid_text
+from celery_idempotent.records import HTTP_NAMESPACE, Record, State, Stored, random_id
 from celery_idempotent.signals import worker_name
 from celery_idempotent.stores import Store
 
@@ -173,7 +173,7 @@ class Exchange(Run):
     #: What has the headers: the scope of ASGI, or the environ of WSGI and of Django.
     environ: Request
     #: The key as it was found.
-    raw_key: object
+    raw_key: object = None
     #: What the view returned.
     response: Any
     #: Has the view begun to run?
@@ -206,7 +206,7 @@ class Exchange(Run):
     def __init__(self, guard: Guard) -> None:
         self.guard, self.options = guard, guard.options
         self.name, self.sender, self.codec = guard.name, guard.sender, guard.codec
-        self.policy, self.store = guard.policy, None  # type: ignore[assignment]
+        self.policy = guard.policy
 
     def open_store(self) -> Store:
         """Return the store of the records."""
@@ -281,7 +281,7 @@ class Exchange(Run):
             )
             self.name = self.identity.namespace  # by which records are listed
             self.fingerprint = self.fingerprint_of_request()
-            self.task_id = uuid_text(os.urandom(16))
+            self.task_id = random_id()
             self.worker = worker_name(os.getpid())
             if self.policy.atomic:
                 self.in_transaction = atomic.run_body

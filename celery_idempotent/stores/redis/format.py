@@ -39,6 +39,7 @@ from celery_idempotent.records import (
     ATTEMPT_BYTES,
     ClaimRequest,
     Identity,
+    PackedId,
     Record,
     State,
     Stored,
@@ -147,7 +148,7 @@ def tail(
 ) -> bytes:
     """Return a record from its crashes on: ``numbers`` up to its flags, ``ids`` of write and attempt."""
     task_id, fingerprint = owner.task_id, owner.fingerprint
-    task = _bytes_of_uuid(task_id)
+    task = task_id.packed if isinstance(task_id, PackedId) else _bytes_of_uuid(task_id)
     others = {"task_id": task_id} if task_id and not task else {}
     line = write_line(subject, value, message, steps, others)
     flags = _ASKS if is_reserved or steps or message is not None else 0
