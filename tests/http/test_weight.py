@@ -28,8 +28,7 @@ from tests.support.paths import ROOT
 from tests.support.weight import calls, statements
 
 #: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
-#: Five of the first request look for headers that no server sends, before its key is settled.
-CEILINGS = {"first request": 198, "repetition": 156}
+CEILINGS = {"first request": 185, "repetition": 150}
 
 
 @pytest.fixture
