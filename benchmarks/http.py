@@ -10,7 +10,7 @@ from benchmarks.instructions import count
 from benchmarks.session import BenchmarkError, Session
 
 _DOORS, _KINDS = ("@idempotent_view", "WSGI", "ASGI"), ("bare", "first request", "repetition")
-#: What a view may add, in thousands; a verb of the store takes about 75, its answer of a completed key 130.
+#: What a view may add, in thousands; a verb of the store takes about 75, its answer of a completed key 120.
 _GOALS = {"first request": 260, "repetition": 180}
 
 

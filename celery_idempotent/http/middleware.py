@@ -296,7 +296,7 @@ class _WsgiExchange(ServedRequest):
         if self.status and exc_info is None:
             raise RuntimeError("the application called start_response twice")
         code, _, self.reason = status.partition(" ")
-        self.status, self.headers = int(code), headers
+        self.status, self.headers = int(code), [(name, value) for name, value in headers]
         return self._add
 
     def _add(self, part: bytes) -> None:
