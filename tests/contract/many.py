@@ -200,11 +200,11 @@ class ManyContract(ContractBase):
     ) -> None:
         """A run may be longer than the first life of its record. One whose record is gone has lost its claim."""
         record = self.claim(store)
-        advance(self.lease_ms - 1)
+        advance(self.lease_ms // 2)
         assert self.renew(store, record)
-        advance(self.lease_ms + self.keep_ms - 1)
+        advance(self.lease_ms // 2 + self.keep_ms)
         assert store.get(KEY) is not None
-        advance(2)
+        advance(self.lease_ms)
         assert not self.renew(store, record)
 
     @pytest.mark.parametrize("body", [b"", b"S\0\0\0\1M", bytes(range(256)), b"x" * 1024 * 1024])
