@@ -442,7 +442,7 @@ def end_of(run: Run, state: EndState, outcome: Any) -> SettleRequest:
     keep_ms = run.policy.settled_keep_ms
     words = signals.error_in_words(outcome) if state is FAILED else ""
     return SettleRequest(
-        run.record, state, value, keep_ms, run.replaced, True, False, "", message, words
+        run.record, state, value, keep_ms, run.replaced, message=message, error=words
     )
 
 
