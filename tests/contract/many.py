@@ -206,6 +206,14 @@ class ManyContract(ContractBase):
         assert store.get(KEY) is not None
         advance(self.lease_ms)
         assert not self.renew(store, record)
+        assert not store.mark_delivered(KEY, token=record.token)
+
+    def test_an_owner_is_told_that_an_operator_settled(self, store: Store) -> None:
+        """Its own result is not the one that duplicates get, so its call goes on as a duplicate."""
+        record = self.claim(store)
+        assert self.settle(store, record, note="sent by hand", restore=False)
+        assert self.found(store).token > record.token
+        assert not self.settle(store, record)
 
     @pytest.mark.parametrize("body", [b"", b"S\0\0\0\1M", bytes(range(256)), b"x" * 1024 * 1024])
     def test_any_step_comes_back_as_it_was(self, store: Store, body: bytes) -> None:
