@@ -114,6 +114,13 @@ def test_a_retry_that_the_broker_does_not_take_is_sent_after_the_release() -> No
         assert (bool(found.lost), bool(found.wrong)) == (explained, not explained)
 
 
+def test_an_atomic_run_that_was_rolled_back_claims_again_by_itself() -> None:
+    for pid, is_wrong in ((7, False), (8, True)):
+        claims = verb(2, "claimed", 1), verb(5, "claimed", 2, pid=pid)
+        found = check(*({**each, "id": "atomic key k"} for each in claims))
+        assert any("beside" in each for each in found.wrong) == is_wrong
+
+
 def test_a_seed_makes_the_same_plan() -> None:
     one, same, other = (make(seed, 30, 20, "redis", "redis") for seed in (1, 1, 2))
     assert one.digest == same.digest != other.digest
