@@ -195,14 +195,16 @@ class ManyContract(ContractBase):
         assert store.renew(leases) == [True, False] * 20
         assert [store.get(name) for name in names[1::2]] == others
 
-    def test_a_renewal_lengthens_the_life_of_its_record(
+    def test_a_renewal_lengthens_the_lease_and_the_life_of_its_record(
         self, store: Store, advance: Advance
     ) -> None:
-        """A run may be longer than the first life of its record. One whose record is gone has lost its claim."""
+        """A run may be longer than its first lease and life. One whose record is gone has lost its claim."""
         record = self.claim(store)
         advance(self.lease_ms // 2)
         assert self.renew(store, record)
-        advance(self.lease_ms // 2 + self.keep_ms)
+        advance(self.lease_ms * 3 // 4)
+        assert isinstance(self.try_claim(store), Held)
+        advance(self.keep_ms - self.lease_ms // 4)
         assert store.get(KEY) is not None
         advance(self.lease_ms)
         assert not self.renew(store, record)
