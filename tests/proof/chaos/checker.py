@@ -156,6 +156,15 @@ class Checker:
         steps = [each["t"] for each in self._faults if each["explains"] == "stepped"]
         return any(first["t"] - LATE < t < second["t"] for t in steps)
 
+    def _rolled_back(self, claim: Note, until: float) -> bool:
+        """Did an atomic run lose its session, and with it what it had done? Its key is given back as soon as it can."""
+        return claim["id"].startswith("atomic") and any(
+            ("away" in each["explains"] or each["fault"] == "sessions killed")
+            and claim["t"] - 1 < each["end"]
+            and each["t"] < until
+            for each in self._faults
+        )
+
     # -- what is decided -----------------------------------------------------------------------------------------------
 
     def _check_claims(self, claims: list[Note]) -> None:
@@ -172,9 +181,7 @@ class Checker:
             if second["token"] <= first["token"] and not explained:
                 self.wrong.append(f"{told}: tokens do not grow")
             if end is None:
-                # A delivery whose transaction lost its session claims once more, itself: nothing ran beside it.
-                again = first["id"].startswith("atomic") and first["pid"] == second["pid"]
-                if not explained and not again:
+                if not explained and not self._rolled_back(first, second["t"]):
                     self.wrong.append(f"{told}: beside one another, without a fault")
             elif end["verb"] == "settled" and not is_lost:
                 kind = first["id"].split()[0]

@@ -114,11 +114,13 @@ def test_a_retry_that_the_broker_does_not_take_is_sent_after_the_release() -> No
         assert (bool(found.lost), bool(found.wrong)) == (explained, not explained)
 
 
-def test_an_atomic_run_that_was_rolled_back_claims_again_by_itself() -> None:
-    for pid, is_wrong in ((7, False), (8, True)):
-        claims = verb(2, "claimed", 1), verb(5, "claimed", 2, pid=pid)
-        found = check(*({**each, "id": "atomic key k"} for each in claims))
-        assert any("beside" in each for each in found.wrong) == is_wrong
+def test_an_atomic_run_that_lost_its_session_gives_its_key_back_and_no_effect() -> None:
+    ran = [{**each, "id": "atomic key k"} for each in TWICE]
+    away = {"t": 3, **KILL, "explains": "away"}, {"t": 4, "what": "healed", "n": 0}
+    claims = [each for each in ran if each["what"] == "verb"]
+    assert any("beside" in each for each in check(*claims).wrong)
+    assert not any("beside" in each for each in check(*claims, *away).wrong)
+    assert any("doubled" in each for each in check(*ran, *away).wrong)
 
 
 def test_a_seed_makes_the_same_plan() -> None:
