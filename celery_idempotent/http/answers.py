@@ -203,9 +203,8 @@ class ResponseCodec:
         return self._json.dump(value, max_bytes=self._max_bytes)
 
 
-@lru_cache(
-    maxsize=64
-)  # most responses of a view have the same: 5 % of a first request's instructions
+# Most responses of a view have the same: 5 % of a first request's instructions.
+@lru_cache(maxsize=64)
 def _written(
     status: int, reason: str, headers: tuple[tuple[str, str], ...], why: str
 ) -> bytes | None:
