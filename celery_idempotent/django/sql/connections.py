@@ -139,7 +139,6 @@ class Connections:
     def _begin_empty(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._idle: list[Session] = []
-        self._busy: set[Session] = set()
         # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(MAX_OPEN):
@@ -151,7 +150,7 @@ class Connections:
     def forget_inherited(self) -> None:
         """Leave the connections of the parent alone, in a forked child."""
         self._at_end.detach()
-        _inherited.append((self._idle, self._busy))
+        _inherited.append(self._idle)
         self._begin_empty()
 
     def run(self, work: Callable[[Session], T]) -> T:
@@ -252,7 +251,6 @@ class Connections:
             except IndexError:
                 session = self._new()
             is_reusable = False
-            self._busy.add(session)
             try:
                 yield session
                 is_reusable = True
@@ -265,7 +263,6 @@ class Connections:
                 is_reusable = kind(error, session.dialect.vendor) != "lost"
                 raise
             finally:
-                self._busy.discard(session)
                 # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
                 if is_reusable and len(self._idle) < MAX_IDLE and not under_test():
                     session.cursor = None
